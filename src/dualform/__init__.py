@@ -1,0 +1,45 @@
+"""dualform: a network trained by gradient descent is an attention over its own training.
+
+Record any training run, then ask for any prediction which training patterns each layer looked at
+(`attend`), what each of them wrote into the output (`contribute`), and what the network is without
+some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
+"""
+
+__version__ = "0.1.0"
+
+from dualform.attention import (
+    Attention,
+    Contribution,
+    DualForm,
+    Spotlight,
+    Verification,
+)
+from dualform.errors import (
+    AuditError,
+    DualFormError,
+    MemoryFileError,
+    QueryError,
+    RecordingError,
+)
+from dualform.memory import LayerMemory, Memory, Patterns
+from dualform.recording import Recorder, record
+from dualform.table import Table
+
+__all__ = [
+    "Attention",
+    "AuditError",
+    "Contribution",
+    "DualForm",
+    "DualFormError",
+    "LayerMemory",
+    "Memory",
+    "MemoryFileError",
+    "Patterns",
+    "QueryError",
+    "Recorder",
+    "RecordingError",
+    "Spotlight",
+    "Table",
+    "Verification",
+    "record",
+]

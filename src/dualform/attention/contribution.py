@@ -1,0 +1,243 @@
+"""What each pattern wrote into one output: its value, in the output's own units, adding up.
+
+A layer's output along a direction g is  g·(W q + b)  =  initial part  +  Σ_t c_t (x_t·q)(δ_t·g)
+(+ the bias's own c_t δ_t·g). For the layer that produces the model's output, g picks a logit and the
+parts add up to that logit. For a layer further down, g = d(target)/d(layer output): the parts add
+up to g·(that layer's output) exactly, and stand for the effect on the target to first order.
+
+It is an accounting of the recorded run, exact and complete. It is not a counterfactual: it does not
+say what training without a pattern would have given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.attention import engine
+from dualform.attention.spotlight import check_k, pattern_columns
+from dualform.attention.view import View
+from dualform.errors import QueryError
+from dualform.memory import LayerMemory, Patterns
+from dualform.table import Table
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which number is being split up: its name, unit, and whether the split is first order."""
+
+    name: str
+    first_order: bool
+
+    def caption(self, layer: str) -> str:
+        if self.first_order:
+            return (
+                f"contributions through layer {layer} to {self.name}, to first order: they add up "
+                "to gradient · layer output; positive raises it, in its units"
+            )
+        return f"contributions to {self.name}: positive raises it, in its units; they add up to it"
+
+
+class Contribution:
+    """What every pattern wrote into one output; with the initial shares it adds up to that output.
+
+    Positive raises the target, in the target's own units (logits, usually). `values` [T] is one
+    number per pattern, `shares` what the initial weights, biases and momentum account for, `total`
+    their sum, `primal` the same output computed by the network, `residual` = total − primal.
+
+    Example:
+        >>> contribution = dual.contribute(images[:1], target=7)         # doctest: +SKIP
+        >>> contribution.top(3), contribution.sum_by("label")            # doctest: +SKIP
+        >>> contribution.total - contribution.primal    # rounding only  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        layer: LayerMemory,
+        target: Target,
+        values: Tensor,
+        attention: NDArray[np.float64],
+        included: NDArray[np.bool_],
+        shares: dict[str, float],
+        primal: float,
+    ) -> None:
+        self.layer = layer.name
+        self.target = target.name
+        self.first_order = target.first_order
+        self.values = values
+        self.primal = primal
+        self.caption = target.caption(layer.name)
+        self._attention = attention
+        self._included = included
+        self._shares = shares
+        self._patterns = layer.patterns
+        self._numbers: engine.Reals = values.detach().cpu().numpy()
+
+    @property
+    def patterns(self) -> Patterns:
+        """The columns (step, example, label, …) of the layer's patterns."""
+        return self._patterns
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Signed parts of the target that add up to `total`: initial weights, …, patterns."""
+        return {**self._shares, "patterns": float(self._numbers.sum())}
+
+    @property
+    def total(self) -> float:
+        """All parts added up: the output by the dual form, in the target's units."""
+        return float(sum(self.shares.values()))
+
+    @property
+    def residual(self) -> float:
+        """total − primal: rounding only, if the memory explains the network."""
+        return self.total - self.primal
+
+    def top(self, k: int = 10, sign: str = "most") -> Table:
+        """The k patterns that wrote most: `sign="most"` raising, `"least"` lowering, `"absolute"`.
+
+        Ties: the earlier pattern first. Contributions are signed, in the target's units.
+
+        Example:
+            >>> contribution.top(5, sign="least")                        # doctest: +SKIP
+        """
+        rows = np.flatnonzero(self._included)
+        rows = rows[engine.top_of(self._numbers[rows], check_k(k), sign)]
+        columns: dict[str, Any] = {
+            "rank": np.arange(1, len(rows) + 1),
+            "pattern": rows,
+            "contribution": self._numbers[rows],
+            "attention": self._attention[rows],
+        }
+        return Table(columns | pattern_columns(self._patterns, rows), self.caption)
+
+    def sum_by(self, column: str) -> Table:
+        """Contributions summed over all patterns of each value of a column.
+
+        `contribution` is the signed sum, in the target's units; `absolute` sums absolute values (how
+        much of it cancels); `patterns` counts.
+
+        Example:
+            >>> contribution.sum_by("label")["contribution"]             # doctest: +SKIP
+        """
+        rows = np.flatnonzero(self._included)
+        values, codes = engine.group_codes(self._patterns[column])
+        codes, numbers = codes[rows], self._numbers[rows]
+        columns = {
+            column: values,
+            "contribution": np.bincount(codes, numbers, minlength=len(values)),
+            "absolute": np.bincount(codes, np.abs(numbers), minlength=len(values)),
+            "patterns": np.bincount(codes, minlength=len(values)),
+        }
+        return Table(columns, f"{self.caption}; summed by {column}")
+
+    def by_example(self) -> Table:
+        """Contributions per training example, all its visits added, most raising first.
+
+        Example:
+            >>> contribution.by_example()["example"][:3]                 # doctest: +SKIP
+        """
+        table = self.sum_by("example")
+        order = engine.top_of(table["contribution"], len(table), "most")
+        return Table({name: table[name][order] for name in table.columns}, table.caption)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Shares, total, primal and residual, fit for `json.dumps`."""
+        return {
+            "layer": self.layer,
+            "target": self.target,
+            "first_order": self.first_order,
+            "shares": self.shares,
+            "total": self.total,
+            "primal": self.primal,
+            "residual": self.residual,
+        }
+
+    def __repr__(self) -> str:
+        lines = [f"  {name:<28}{value:>+14.6g}" for name, value in self.shares.items()]
+        lines.append(f"  {'total (dual form)':<28}{self.total:>+14.6g}")
+        lines.append(f"  {'the network (primal form)':<28}{self.primal:>+14.6g}")
+        lines.append(f"  {'residual':<28}{self.residual:>+14.2g}")
+        head = f"Contribution to {self.target}, layer {self.layer}"
+        return "\n".join([head, *lines, repr(self.top(5))])
+
+
+def contribution(
+    view: View,
+    layer: LayerMemory,
+    queries: Tensor,
+    directions: Tensor,
+    target: Target,
+    primal: float | None = None,
+) -> Contribution:
+    """Split g·(W q + b), summed over the query rows, into patterns and initial shares.
+
+    queries [n, d_in], directions g [n, d_out]. `primal` is what the network gives; by default what
+    the rebuilt weights give.
+    """
+    device = queries.device
+    queries, directions = (t.detach().to("cpu", torch.float64) for t in (queries, directions))
+    values, attention = engine.contributions(
+        layer,
+        queries,
+        directions,
+        view.row_coefficients(layer, layer.weight),
+        view.row_coefficients(layer, layer.bias),
+    )
+    shares = _shares(view, layer, queries, directions)
+    if primal is None:
+        output = queries @ view.weights[layer.weight].T
+        if layer.bias is not None:
+            output = output + view.weights[layer.bias]
+        primal = float((output * directions).sum())
+    return Contribution(
+        layer,
+        target,
+        torch.from_numpy(values).to(device),
+        attention,
+        view.row_weights(layer) != 0,
+        shares,
+        primal,
+    )
+
+
+def _shares(
+    view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
+) -> dict[str, float]:
+    """What no pattern of this layer wrote: initial state, step-level parts, sharing layers."""
+    outer, summed = directions.T @ queries, directions.sum(0)
+    shares: dict[str, float] = {}
+    for role, parameter, along in (("weights", layer.weight, outer), ("bias", layer.bias, summed)):
+        if parameter is None:
+            continue
+        initial, momentum = view.initial_parts(parameter)
+        shares[f"initial {role}"] = float((initial * along).sum())
+        if momentum is not None:
+            before = shares.get("initial momentum", 0.0)
+            shares["initial momentum"] = before + float((momentum * along).sum())
+        unresolved = view.unresolved(parameter)
+        if unresolved is not None:
+            shares[f"{role} learned, step level"] = float((unresolved * along).sum())
+        for writer in view.writers(parameter):
+            if writer.name != layer.name:
+                shared = _written(view, writer, parameter)
+                shares[f"{role} written by {writer.name}"] = float((shared * along).sum())
+    return shares
+
+
+def _written(view: View, writer: LayerMemory, parameter: str) -> Tensor:
+    """What another layer's patterns wrote into a shared parameter."""
+    factors = view.row_coefficients(writer, parameter)
+    as_weight = parameter == writer.weight
+    matrix, vector = engine.learned(
+        writer, factors if as_weight else None, None if as_weight else factors
+    )
+    part = matrix if as_weight else vector
+    if part is None:
+        raise QueryError(f"layer {writer.name!r} wrote nothing into {parameter!r}")
+    return part

@@ -1,0 +1,450 @@
+"""`DualForm`: a recorded network, seen as attention over its own training.
+
+The verbs live here (`attend`, `contribute`, `verify`, `without`, `only`, `at`); what they compute
+lives in the files beside. The model lends its architecture and is never modified: every number
+comes from the memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.attention import queries as asking
+from dualform.attention.contribution import Contribution, Target, contribution
+from dualform.attention.engine import Progress
+from dualform.attention.masks import Mask, as_rows
+from dualform.attention.spotlight import Attention, Spotlight
+from dualform.attention.verification import Verification, verify
+from dualform.attention.view import View, layers_named
+from dualform.errors import QueryError
+from dualform.layers import as_patterns
+from dualform.memory import LayerMemory, Memory
+
+
+class DualForm:
+    """A network as attention over the patterns it was trained on.
+
+    `model` is the recorded architecture (its own weights matter to `verify` only; it is never
+    modified); None suffices for questions that need no forward pass.
+
+    Example:
+        >>> import dualform as df
+        >>> dual = df.DualForm(model, "runs/digits")                      # doctest: +SKIP
+        >>> dual.verify(images)                                           # doctest: +SKIP
+        >>> dual.attend(images[:1])["fc1"].top(3)                         # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module | None, memory: Memory | str | Path) -> None:
+        self.memory = memory if not isinstance(memory, (str, Path)) else Memory.open(memory)
+        self.model = model
+        if model is not None:
+            asking.check_architecture(model, self.memory)
+        self._view = View(self.memory, self.memory.steps)
+
+    @property
+    def step(self) -> int:
+        """How many updates this view has seen."""
+        return self._view.at
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether `without` or `only` took something away."""
+        return bool(self._view.masks)
+
+    def __call__(self, *inputs: Any, by: str = "weights", **kwargs: Any) -> Any:
+        """The network's output, in eval mode, by `"weights"` (rebuilt) or by `"patterns"`.
+
+        `by="patterns"` computes every recorded layer literally as initial part + Σ_t α_t e_t over
+        all patterns; `by="weights"` sums the patterns into weights first. Same units, same result
+        up to rounding.
+
+        Example:
+            >>> (dual(x) - dual(x, by="patterns")).abs().max() < 1e-5      # doctest: +SKIP
+        """
+        if by not in ("weights", "patterns"):
+            raise QueryError(f"by={by!r}: expected 'weights' or 'patterns'")
+        model = self._model("a forward pass")
+
+        def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
+            layer = self.memory.layer(name)
+            rows = as_patterns(layer.kind, given).to("cpu", torch.float64)
+            return self._view.dual_output(layer, rows).reshape(output.shape).to(output)
+
+        with torch.no_grad():
+            if by == "weights":
+                return asking.run(model, self._view, inputs, kwargs)
+            return asking.run(model, self._view, inputs, kwargs, attend, self.memory.layers)
+
+    def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Every parameter of this view, rebuilt from the memory: own dtype, or the one asked for.
+
+        Summed in float64; `dtype=torch.float64` keeps all of it.
+
+        Example:
+            >>> dual.at(0).weights()["fc1.weight"]   # the initial weights # doctest: +SKIP
+        """
+        parameters = self.memory.parameters
+        return {
+            name: weight.to(dtype or parameters[name].dtype, copy=True)
+            for name, weight in self._view.weights.items()
+        }
+
+    def to_model(self) -> nn.Module:
+        """A plain `nn.Module`: a deep copy of the architecture with this view's weights and buffers.
+
+        Example:
+            >>> before = dual.at(step=100).to_model()                      # doctest: +SKIP
+        """
+        twin = copy.deepcopy(self._model("building a module"))
+        named = dict(twin.named_parameters()) | dict(twin.named_buffers())
+        with torch.no_grad():
+            for name, tensor in asking.tensors_of(self._view).items():
+                held = named[name]
+                held.data = tensor.to(held.device)
+        return twin
+
+    def verify(self, *inputs: Any, progress: Progress | None = None, **kwargs: Any) -> Verification:
+        """Whether initial state, log and patterns explain the network, to rounding.
+
+        Every step's patterns are checked against what training saw of its weight update, every
+        fingerprint against the one before, and, with a model, every rebuilt parameter (and, with
+        inputs, the outputs) against the model's. Residuals are relative: 0 is perfect.
+
+        Example:
+            >>> dual.verify(images).passed                                 # doctest: +SKIP
+            True
+        """
+        if self.is_masked:
+            raise QueryError(
+                f"{self._name()} cannot be verified: nothing was ever trained to be it. "
+                "Verify the view without masks; a mask takes parts of it away exactly."
+            )
+        if self.model is None and (inputs or kwargs):
+            self._model("comparing outputs")
+        return verify(self._view, self.model, inputs, kwargs, progress)
+
+    def attend(
+        self,
+        *inputs: Any,
+        example: Any = None,
+        queries: Tensor | Mapping[str, Tensor] | None = None,
+        layers: str | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Attention:
+        """What each layer looks at: inputs as the model takes them, or a recorded `example`.
+
+        A test input runs through this view's network once; what a layer receives are its queries.
+        `example=7` asks with the keys of that training example's last visit (no model needed);
+        `queries` hands over a layer's queries directly. Weights are key · query, signed.
+
+        Example:
+            >>> dual.attend(images[:1], layers="fc1")["fc1"].sum_by("label")  # doctest: +SKIP
+        """
+        given = {"inputs": bool(inputs or kwargs), "example": example is not None}
+        given["queries"] = queries is not None
+        if sum(given.values()) != 1:
+            seen = ", ".join(name for name, yes in given.items() if yes) or "nothing"
+            raise QueryError(f"attend takes inputs, or example=, or queries=; got {seen}")
+        if isinstance(queries, Mapping) and layers is None:
+            layers = list(queries)
+        names = layers_named(self.memory, None if layers is None else _names(layers))
+        if given["inputs"]:
+            model = self._model("turning inputs into queries")
+            found = asking.queries_of(model, self._view, inputs, kwargs, names)
+        elif given["example"]:
+            found = {
+                name: asking.example_queries(self._view, self.memory.layer(name), example)
+                for name in names
+            }
+        else:
+            found = self._given_queries(queries, names)
+        return Attention({name: self._spotlight(name, rows) for name, rows in found.items()})
+
+    def contribute(
+        self,
+        *inputs: Any,
+        target: int | Tensor | Sequence[float],
+        layer: str | None = None,
+        example: Any = None,
+        **kwargs: Any,
+    ) -> Contribution:
+        """What every pattern wrote into one output of one input: positive raises it, in its units.
+
+        `target` is a class index, or a vector over the outputs. By default the layer that produces
+        the model's output is split, and the parts add up to that output; for a `layer` further down
+        they add up to gradient · layer output and stand for the target to first order. With a
+        recorded `example`, the target counts the outputs of the layer itself.
+
+        Example:
+            >>> dual.contribute(images[:1], target=7).sum_by("label")      # doctest: +SKIP
+        """
+        if bool(inputs or kwargs) == (example is not None):
+            raise QueryError("contribute takes one input as the model takes it, or example=ID")
+        if example is not None:
+            return self._contribute_example(example, target, layer)
+        return self._contribute_input(inputs, kwargs, target, layer)
+
+    def at(self, step: int) -> DualForm:
+        """The same network after `step` updates: 0 is before training. Masks stay.
+
+        Example:
+            >>> dual.at(step=3000)(images)                                 # doctest: +SKIP
+        """
+        if (
+            isinstance(step, bool)
+            or not isinstance(step, int)
+            or not 0 <= step <= self.memory.steps
+        ):
+            raise QueryError(
+                f"at({step!r}): expected a whole number of updates from 0 to {self.memory.steps}, "
+                "which is what this memory holds"
+            )
+        return self._with(step, self._view.masks)
+
+    def without(
+        self,
+        rows: Any = None,
+        /,
+        *,
+        strength: float = 1.0,
+        unresolved: str = "keep",
+        **where: Any,
+    ) -> DualForm:
+        """The same weights minus what some patterns wrote. Not retraining, and not unlearning.
+
+        Their values are multiplied by 1 − `strength`. Without a condition: everything learned.
+        Parameters without pattern resolution stay as they are (`unresolved="keep"`) or fall back to
+        their initial part (`"drop"`). Contributions are large and cancel: dropping a single class
+        can wreck a network that retraining without it would keep.
+
+        Example:
+            >>> dual.without(task="fashion", strength=0.7)                 # doctest: +SKIP
+        """
+        return self._masked(Mask(False, as_rows(rows), where, float(strength), unresolved))
+
+    def only(self, rows: Any = None, /, *, unresolved: str = "keep", **where: Any) -> DualForm:
+        """The initial part plus what some patterns wrote, and nothing else. Not retraining.
+
+        Example:
+            >>> dual.only(label=[1, 7])                                    # doctest: +SKIP
+        """
+        return self._masked(Mask(True, as_rows(rows), where, 1.0, unresolved))
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{self._name()}: the network after {self.step:,} of {self.memory.steps:,} updates, "
+            "as attention over its training"
+        ]
+        for name in self.memory.layers:
+            layer = self.memory.layer(name)
+            lines.append(
+                f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} patterns"
+            )
+        unresolved = [
+            name
+            for name, parameter in self.memory.parameters.items()
+            if parameter.coverage in ("steps", "accumulated")
+        ]
+        if self.is_masked:
+            lines.append("  a mask takes away what patterns wrote; it is not retraining")
+        if self.is_masked and unresolved:
+            what = "their initial part" if self._view.drops_unresolved else "kept as trained"
+            lines.append(f"  without pattern resolution, {what}: {', '.join(unresolved)}")
+        if not self.memory.exact:
+            lines.append("  the memory is not exact: see memory.remarks")
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        at = "" if self.step == self.memory.steps else f".at({self.step})"
+        return f"DualForm{at}" + "".join(f".{mask}" for mask in self._view.masks)
+
+    def _with(self, step: int, masks: tuple[Mask, ...]) -> DualForm:
+        view = copy.copy(self)
+        view._view = View(self.memory, step, masks)
+        return view
+
+    def _masked(self, mask: Mask) -> DualForm:
+        mask.check(self.memory)
+        return self._with(self.step, (*self._view.masks, mask))
+
+    def _model(self, what_for: str) -> nn.Module:
+        if self.model is None:
+            raise QueryError(
+                f"{what_for} needs the network's architecture, but this DualForm was made without "
+                "a model; make it with DualForm(model, memory), any weights will do"
+            )
+        return self.model
+
+    def _spotlight(self, name: str, rows: Tensor) -> Spotlight:
+        layer = self.memory.layer(name)
+        return Spotlight(layer, rows, self._view.row_weights(layer) != 0)
+
+    def _given_queries(
+        self, queries: Tensor | Mapping[str, Tensor] | None, names: list[str]
+    ) -> dict[str, Tensor]:
+        if isinstance(queries, Mapping):
+            missing = [name for name in names if name not in queries]
+            if missing:
+                raise QueryError(f"no queries given for layer {missing[0]!r}; got {list(queries)}")
+            handed = {name: queries[name] for name in names}
+        elif len(names) != 1:
+            raise QueryError(
+                f"one tensor of queries belongs to one layer, but {len(names)} are asked for: say "
+                f"which with layers=..., one of: {', '.join(names)}"
+            )
+        else:
+            assert queries is not None
+            handed = {names[0]: queries}
+        return {
+            name: asking.given_queries(self.memory.layer(name), rows)
+            for name, rows in handed.items()
+        }
+
+    def _contribute_example(
+        self, example: Any, target: int | Tensor | Sequence[float], layer: str | None
+    ) -> Contribution:
+        known = self.memory.layer(layer if layer is not None else self.memory.layers[-1])
+        rows = asking.example_queries(self._view, known, example)
+        shape = (known.out_features,) if len(rows) == 1 else (len(rows), known.out_features)
+        direction = _direction(target, shape, f"layer {known.name!r}")
+        name = f"{_target_name(target)} of layer {known.name} for example {example!r}"
+        direction = direction.reshape(len(rows), known.out_features)
+        return contribution(self._view, known, rows, direction, Target(name, first_order=False))
+
+    def _contribute_input(
+        self,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: int | Tensor | Sequence[float],
+        layer: str | None,
+    ) -> Contribution:
+        model = self._model("a contribution to the model's output")
+        if layer is not None:
+            self.memory.layer(layer)
+        names = self.memory.layers if layer is None else (layer,)
+        traced = _Traced()
+        with torch.enable_grad():
+            output = asking.run(model, self._view, inputs, kwargs, traced.on_layer, names)
+        if not isinstance(output, Tensor):
+            raise QueryError(
+                f"the model returns a {type(output).__name__}; contribute needs a tensor of outputs"
+            )
+        direction = _direction(target, tuple(output.shape), "the model's output")
+        produced = traced.layer_of(output)
+        chosen = layer if layer is not None else produced
+        if chosen is None:
+            raise QueryError(
+                "no recorded layer's output is the model's output as it stands, so no layer's "
+                "contributions add up to it; name a layer for contributions to first order: "
+                f"layer=one of {', '.join(self.memory.layers)}"
+            )
+        exact = chosen == produced
+        value = (output * direction.to(output)).sum()
+        return self._split(traced, self.memory.layer(chosen), value, target, first_order=not exact)
+
+    def _split(
+        self,
+        traced: _Traced,
+        layer: LayerMemory,
+        value: Tensor,
+        target: int | Tensor | Sequence[float],
+        *,
+        first_order: bool,
+    ) -> Contribution:
+        calls = traced.calls.get(layer.name, [])
+        if not calls:
+            raise QueryError(f"layer {layer.name!r} is not used for this input")
+        # g = d(target)/d(layer output): one-hot where the layer's output is the model's.
+        slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
+        rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
+        asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
+        directions = torch.cat([as_patterns(layer.kind, slope) for slope in slopes])
+        outputs = torch.cat([as_patterns(layer.kind, call.output) for call in calls])
+        primal = float((outputs.double() * directions.double()).sum())
+        name = Target(f"{_target_name(target)} of the model", first_order)
+        return contribution(self._view, layer, rows, directions, name, primal)
+
+
+class _Call:
+    """One use of a layer in a forward pass: what it was given, what it returned, and a probe."""
+
+    def __init__(self, given: Tensor, output: Tensor) -> None:
+        self.given = given.detach()
+        self.output = output.detach()
+        self.probe = torch.zeros_like(output, requires_grad=True)
+        self.returned = (
+            output.detach() + self.probe if not output.requires_grad else (output + self.probe)
+        )
+        self.version = self.returned._version
+
+
+class _Traced:
+    """The recorded layers of one forward pass, each output carrying a probe of zeros.
+
+    The gradient with respect to the probe is the total derivative of the target with respect to
+    that output, also through later uses of the same layer.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[_Call]] = {}
+
+    def on_layer(self, name: str, given: Tensor, output: Tensor) -> Tensor:
+        call = _Call(given, output)
+        self.calls.setdefault(name, []).append(call)
+        return call.returned
+
+    def layer_of(self, output: Tensor) -> str | None:
+        """The layer that returned this very tensor, unchanged since."""
+        for name, calls in self.calls.items():
+            last = calls[-1]
+            if len(calls) == 1 and last.returned is output and last.version == output._version:
+                return name
+        return None
+
+
+def _direction(target: int | Tensor | Sequence[float], shape: tuple[int, ...], what: str) -> Tensor:
+    """The direction a target means over outputs of this shape, one input at a time."""
+    width = shape[-1] if shape else 1
+    single = torch.Size(shape).numel() == width
+    if isinstance(target, int) and not isinstance(target, bool):
+        if not single:
+            raise QueryError(
+                f"{what} has shape {list(shape)}: target={target} names one output of one input. "
+                "Give one input at a time, or a target of the output's own shape"
+            )
+        if not 0 <= target < width:
+            raise QueryError(
+                f"target={target} is out of range: {what} has outputs 0 to {width - 1}"
+            )
+        one_hot = torch.zeros(width, dtype=torch.float64)
+        one_hot[target] = 1.0
+        return one_hot.reshape(shape)
+    try:
+        direction = torch.as_tensor(target, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise QueryError(
+            f"target={target!r}: expected a class index, or numbers over the outputs"
+        ) from error
+    if tuple(direction.shape) != shape and not (single and tuple(direction.shape) == (width,)):
+        raise QueryError(
+            f"the target has shape {list(direction.shape)}, but {what} has shape {list(shape)}; "
+            "give one input at a time, or a target of the output's own shape"
+        )
+    asking.check_finite(direction, "the target")
+    return direction.reshape(shape)
+
+
+def _target_name(target: Any) -> str:
+    return f"output {target}" if isinstance(target, int) else "a weighted sum of outputs"
+
+
+def _names(layers: str | Sequence[str]) -> list[str]:
+    return [layers] if isinstance(layers, str) else list(layers)

@@ -1,0 +1,247 @@
+"""Sums over everything a layer was trained on, streamed block by block.
+
+All of attention and contribution is a handful of sums over patterns: Σ c δ xᵀ (rebuilt weights),
+Σ c (x·q) δ (the dual output), x·q itself, and both projected on something. A memory may be far
+larger than the machine's, so no function here holds more than a block of patterns (besides numbers
+per pattern where that is the answer). Blocks are converted to float64 before they are summed:
+contributions are large and cancel, and float32 would lose the digits that remain.
+
+Why it is hard: rounding may depend on where a row sits in a block, because matrix kernels treat the
+edges of their tiles differently. Identical keys (the same image, seen again) must tie exactly, the
+earlier pattern first, so ranking never trusts the last bits of a matrix product: the candidates are
+recomputed row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.errors import QueryError
+from dualform.memory import LayerMemory
+
+BLOCK = 4096
+"""Patterns per block: a few megabytes, large enough for matrix products to run at full speed."""
+
+Progress = Callable[[int, int], None]
+"""Called as `progress(patterns_done, patterns_in_total)` while a long sum runs."""
+
+Reals = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """A block of patterns in float64: their row numbers, keys [b, d_in], error signals [b, d_out]."""
+
+    rows: Rows
+    keys: Tensor
+    error_signals: Tensor
+
+
+_NOTHING = torch.empty(0, 0, dtype=torch.float64)
+
+
+def scan(
+    layer: LayerMemory,
+    included: NDArray[np.bool_] | None = None,
+    *,
+    keys: bool = True,
+    error_signals: bool = True,
+    block: int = BLOCK,
+) -> Iterator[Scanned]:
+    """Every pattern of the layer, or the `included` ones, in order, a block at a time."""
+    for part in layer.blocks(block, keys=keys, error_signals=error_signals):
+        size = len(next(t for t in (part.keys, part.error_signals) if t is not None))
+        rows = np.arange(part.start, part.start + size)
+        chosen: slice | Tensor = slice(None)
+        if included is not None:
+            inside = included[part.start : part.start + size]
+            if not inside.any():
+                continue  # memory-mapped and never touched: skipping costs nothing
+            if not inside.all():
+                rows, chosen = rows[inside], torch.from_numpy(np.flatnonzero(inside))
+        yield Scanned(
+            rows,
+            _NOTHING if part.keys is None else part.keys[chosen].double(),
+            _NOTHING if part.error_signals is None else part.error_signals[chosen].double(),
+        )
+
+
+def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
+    """The keys of a few patterns, in the given order, float64: [len(rows), d_in]."""
+    included = np.zeros(layer.rows, bool)
+    included[rows] = True
+    found = [part.keys for part in scan(layer, included, error_signals=False)]
+    ordered = np.unique(rows)
+    keys = torch.cat(found) if found else torch.empty(0, layer.in_features, dtype=torch.float64)
+    return keys[torch.from_numpy(np.searchsorted(ordered, rows))]
+
+
+def learned(
+    layer: LayerMemory, weight: Reals | None, bias: Reals | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Σ_t weight_t δ_t x_tᵀ [d_out, d_in] and Σ_t bias_t δ_t [d_out], in one pass, float64."""
+    matrix = vector = None
+    included = np.zeros(layer.rows, bool)
+    if weight is not None:
+        matrix = torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
+        included |= weight != 0
+    if bias is not None:
+        vector = torch.zeros(layer.out_features, dtype=torch.float64)
+        included |= bias != 0
+    for part in scan(layer, included, keys=weight is not None):
+        if weight is not None and matrix is not None:
+            matrix += (part.error_signals * _at(weight, part.rows)[:, None]).T @ part.keys
+        if bias is not None and vector is not None:
+            vector += _at(bias, part.rows) @ part.error_signals
+    return matrix, vector
+
+
+def dual_outputs(layer: LayerMemory, weight: Reals, queries: Tensor) -> Tensor:
+    """Σ_t weight_t (x_t·q) δ_t for every query, the learned part as attention: [n, d_out]."""
+    output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
+    for part in scan(layer, weight != 0):
+        output += (queries @ part.keys.T * _at(weight, part.rows)) @ part.error_signals
+    return output
+
+
+def attention_blocks(
+    layer: LayerMemory, queries: Tensor, included: NDArray[np.bool_] | None
+) -> Iterator[tuple[Scanned, Tensor]]:
+    """The attention weights α = x·q of every query over a block of patterns at a time: [n, b]."""
+    for part in scan(layer, included, error_signals=False):
+        yield part, queries @ part.keys.T
+
+
+def contributions(
+    layer: LayerMemory,
+    queries: Tensor,
+    directions: Tensor,
+    weight: Reals | None,
+    bias: Reals | None,
+) -> tuple[Reals, Reals]:
+    """What each pattern wrote along g, and its attention, both summed over the query rows: [T], [T].
+
+    Σ_i weight_t (x_t·q_i)(δ_t·g_i) + bias_t (δ_t·g_i); queries [n, d_in], directions [n, d_out].
+    """
+    written, attention = np.zeros(layer.rows), np.zeros(layer.rows)
+    for part in scan(layer):
+        along = directions @ part.error_signals.T
+        alpha = queries @ part.keys.T
+        attention[part.rows] = alpha.sum(0).numpy()
+        if weight is not None:
+            written[part.rows] += weight[part.rows] * (alpha * along).sum(0).numpy()
+        if bias is not None:
+            written[part.rows] += bias[part.rows] * along.sum(0).numpy()
+    return written, attention
+
+
+def group_sums(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    codes: NDArray[np.int64],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Σ α and Σ |α| over the patterns of each group: [n, groups] twice."""
+    signed = torch.zeros(len(queries), groups, dtype=torch.float64)
+    absolute = torch.zeros_like(signed)
+    for part, alpha in attention_blocks(layer, queries, included):
+        code = torch.from_numpy(codes[part.rows])
+        signed.index_add_(1, code, alpha)
+        absolute.index_add_(1, code, alpha.abs())
+    return signed, absolute
+
+
+ORDERS: dict[str, Callable[[Reals], Reals]] = {
+    "most": lambda alpha: alpha,
+    "least": lambda alpha: -alpha,
+    "absolute": np.abs,
+}
+"""What "top" can mean: most positive, most negative, or largest either way."""
+
+
+def order(sign: str) -> Callable[[Reals], Reals]:
+    """The ranking function behind a `sign`; `QueryError` naming the ones there are."""
+    if sign not in ORDERS:
+        raise QueryError(f"sign={sign!r} is unknown; expected one of: {', '.join(ORDERS)}")
+    return ORDERS[sign]
+
+
+def top_patterns(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    k: int,
+    sign: str,
+    codes: NDArray[np.int64] | None = None,
+    groups: int = 1,
+) -> list[list[tuple[Rows, Reals]]]:
+    """Rows and attention weights of the top k, per query and group; ties: earlier pattern first."""
+    rank = order(sign)
+    best = [[(np.zeros(0, np.int64), np.zeros(0)) for _ in range(groups)] for _ in queries]
+    for part, alpha in attention_blocks(layer, queries, included):
+        reach = float(part.keys.norm(dim=1).max()) * torch.finfo(torch.float64).eps
+        for q, query in enumerate(queries):
+            slack = reach * len(query) * float(query.norm())
+            ranked = rank(alpha[q].numpy())
+            for group in range(groups):
+                here = np.arange(len(ranked))
+                if codes is not None:
+                    here = np.flatnonzero(codes[part.rows] == group)
+                best[q][group] = _merge(best[q][group], part, here, ranked, query, k, slack, rank)
+    return best
+
+
+def _merge(
+    best: tuple[Rows, Reals],
+    part: Scanned,
+    here: NDArray[np.intp],
+    ranked: Reals,
+    query: Tensor,
+    k: int,
+    slack: float,
+    rank: Callable[[Reals], Reals],
+) -> tuple[Rows, Reals]:
+    """The top k of the best so far and a block's candidates."""
+    rows, alphas = best
+    if len(rows) == k:  # nothing below the k-th can enter
+        here = here[ranked[here] >= rank(alphas)[-1] - 2 * slack]
+    if len(here) > k:
+        kth = np.partition(ranked[here], len(here) - k)[len(here) - k]
+        here = here[ranked[here] >= kth - 2 * slack]
+    if not len(here):
+        return best
+    # Row by row instead of by matrix product: equal keys give equal bits wherever they stand.
+    exact = (part.keys[torch.from_numpy(here)] * query).sum(1).numpy()
+    rows, alphas = np.concatenate([rows, part.rows[here]]), np.concatenate([alphas, exact])
+    kept = np.lexsort((rows, -rank(alphas)))[:k]
+    return rows[kept], alphas[kept]
+
+
+def top_of(values: Reals, k: int, sign: str) -> NDArray[np.intp]:
+    """The indices of the top k of numbers already at hand; ties: earlier first."""
+    chosen: NDArray[np.intp] = np.argsort(-order(sign)(values), kind="stable")[:k]
+    return chosen
+
+
+def group_codes(values: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
+    """The distinct values of a column, sorted (missing ones last), and each row's index into them."""
+    if values.dtype != object:
+        distinct, codes = np.unique(values, return_inverse=True)
+        return distinct.tolist(), codes.astype(np.int64).reshape(-1)
+    known = sorted({v for v in values.tolist() if v is not None}, key=lambda v: (str(type(v)), v))
+    listed = [*known, None] if any(v is None for v in values.tolist()) else known
+    index = {value: code for code, value in enumerate(listed)}
+    return listed, np.array([index[v] for v in values.tolist()], dtype=np.int64)
+
+
+def _at(numbers: Reals, rows: Rows) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers[rows]))

@@ -1,0 +1,188 @@
+"""From a test input to each layer's queries, by running the network once without touching it.
+
+The network runs with the weights of a view through `torch.func.functional_call`, in eval mode. The
+user's model lends its architecture only: its parameters and buffers are never written to, every
+submodule's train/eval mode is put back exactly, and no hook survives, whatever the model raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.attention.engine import gather_keys
+from dualform.attention.view import View
+from dualform.errors import QueryError
+from dualform.layers import as_patterns, find_layers
+from dualform.memory import LayerMemory, Memory
+
+OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
+"""Called with a layer's name, input and output; may return another output."""
+
+
+def check_architecture(model: nn.Module, memory: Memory) -> None:
+    """Refuse a model whose parameters or layers are not the recorded ones, naming the first few."""
+    if not isinstance(model, nn.Module):
+        raise QueryError(f"the model must be an nn.Module or None, got {type(model).__name__}")
+    seen = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    recorded = {name: tuple(p.shape) for name, p in memory.parameters.items()}
+    differences = [
+        f"{name}: model has {seen.get(name, 'no such parameter')}, "
+        f"memory has {recorded.get(name, 'no such parameter')}"
+        for name in [*recorded, *(name for name in seen if name not in recorded)]
+        if seen.get(name) != recorded.get(name)
+    ]
+    known = {layer.name for layer in find_layers(model)}
+    differences += [
+        f"{name}: recorded as a layer, but the model has no nn.Linear of that name"
+        for name in memory.layers
+        if name not in known
+    ]
+    if differences:
+        shown = "\n  ".join(differences[:5])
+        more = f"\n  … and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise QueryError(
+            f"this model is not the architecture that was recorded:\n  {shown}{more}\n"
+            "Build the model as it was for the recording (its weights do not matter)."
+        )
+
+
+def check_finite(value: Any, what: str = "the input") -> None:
+    """Refuse NaN and infinity: their attention weights would be meaningless."""
+    for tensor in _tensors(value):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise QueryError(
+                f"{what} holds {bad} NaN or infinite numbers of {tensor.numel()} (shape "
+                f"{tuple(tensor.shape)}); attention needs finite inputs"
+            )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; every submodule's own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def run(
+    model: nn.Module,
+    view: View,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    on_layer: OnLayer | None = None,
+    layers: Sequence[str] = (),
+) -> Any:
+    """The view's network on some inputs, with a look at the recorded layers on the way."""
+    check_finite([inputs, kwargs])
+    device = next((t.device for t in _tensors([inputs, kwargs])), torch.device("cpu"))
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, tensor in tensors_of(view).items():
+        state[name] = tensor.to(device)
+    modules = {layer.name: module for layer, module in find_layers(model).items()}
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for name in layers if on_layer is not None else ():
+            handle = modules[name].register_forward_hook(_hook(name, on_layer), with_kwargs=True)
+            stack.callback(handle.remove)
+        return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
+
+
+def tensors_of(view: View) -> dict[str, Tensor]:
+    """Parameters and buffers of a view as the network uses them: own dtype, buffers as recorded."""
+    memory = view.memory
+    state = {name: w.to(memory.parameters[name].dtype) for name, w in view.weights.items()}
+    for name in memory.buffers:
+        state[name] = memory.buffer(name, view.at).clone()
+    return state
+
+
+def queries_of(
+    model: nn.Module,
+    view: View,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    layers: Sequence[str],
+) -> dict[str, Tensor]:
+    """What each layer receives for these inputs, one row per query, calls in order: [n, d_in]."""
+    received: dict[str, list[Tensor]] = {name: [] for name in layers}
+    kinds = {name: view.memory.layer(name).kind for name in layers}
+
+    def collect(name: str, given: Tensor, output: Tensor) -> None:
+        received[name].append(as_patterns(kinds[name], given))
+
+    with torch.no_grad():
+        run(model, view, inputs, kwargs, collect, layers)
+    for name, rows in received.items():
+        if not rows:
+            raise QueryError(
+                f"layer {name!r} is not used for this input, so it has no queries; "
+                "name the layers you want with layers=[...]"
+            )
+    queries = {name: torch.cat(rows) for name, rows in received.items()}
+    for name, rows_of_layer in queries.items():
+        check_finite(rows_of_layer, f"what layer {name!r} receives for this input")
+    return queries
+
+
+def example_rows(view: View, layer: LayerMemory, example: Any) -> Any:
+    """The patterns of a recorded example's last visit: its row, or one row per position."""
+    patterns = layer.patterns
+    chosen = patterns.select(example=example) & (patterns["step"] < view.at)
+    rows = chosen.nonzero()[0]
+    if not len(rows):
+        raise QueryError(
+            f"example {example!r} was not seen by layer {layer.name!r} in the first {view.at} steps"
+        )
+    # Later visits overwrite earlier ones, place by place.
+    places = [patterns[name][rows] for name in ("call", "position") if name in patterns.names]
+    last: dict[tuple[Any, ...], int] = {}
+    for i, row in enumerate(rows.tolist()):
+        last[tuple(column[i] for column in places)] = row
+    return torch.tensor(sorted(last.values())).numpy()
+
+
+def example_queries(view: View, layer: LayerMemory, example: Any) -> Tensor:
+    """A recorded example as queries: the keys of its last visit, [n, d_in]."""
+    return gather_keys(layer, example_rows(view, layer, example))
+
+
+def given_queries(layer: LayerMemory, queries: Any) -> Tensor:
+    """Queries handed over as they are, checked: [n, d_in] or [d_in]."""
+    tensor = torch.as_tensor(queries)
+    if tensor.ndim == 0 or tensor.shape[-1] != layer.in_features:
+        raise QueryError(
+            f"the queries for layer {layer.name!r} have shape {tuple(tensor.shape)}, but its keys "
+            f"have width {layer.in_features}; expected [n, {layer.in_features}]"
+        )
+    check_finite(tensor, f"the query for layer {layer.name!r}")
+    return as_patterns(layer.kind, tensor)
+
+
+def _hook(name: str, on_layer: OnLayer) -> Callable[..., Tensor | None]:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        return on_layer(name, args[0] if args else kwargs["input"], output)
+
+    return hook
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,134 @@
+"""How far honest rounding can carry a network away from its dual form: the bounds of `verify`.
+
+Training rounds at every step: the weight, the momentum buffer and the gradient are each stored in
+the parameter's dtype. The dual form, summed in float64, has none of that, so the two differ by an
+accumulated rounding error, and a bound for it is what tells rounding from tampering.
+
+The model: each rounding is an independent error of standard deviation eps·|value|/√12 (a uniform
+error of one unit in the last place), and errors travel through training by the learning rule's own
+recursion z ← M z + N G, z = (W, m). So the covariance P of the error in (W, m) follows
+
+    P ← M P Mᵀ + (eps²/12) · ( diag(w² + u², m²) + N Nᵀ g² )
+
+with w the size of the weights, m that of the buffer, u that of the update, and g = Σ_t |δ_t||x_t| of
+the step, the *gross* gradient: a sum that cancels has the rounding of its parts. For plain SGD this
+is the familiar eps · √steps · max|W|. Where momentum lets an error act for 1/(1−μ) steps, or decay
+lets it fade, P knows. One thing is not random: an update smaller than half a unit in the last place
+of the weight is lost at every step, always the same way. Such losses add up linearly (`lost`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualform.learning_rules import ParameterLog, transitions
+
+Reals = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The error to expect at some steps: a standard deviation, and what is lost systematically."""
+
+    weight: Reals
+    momentum: Reals
+    lost: Reals
+
+    def bound(self, deviations: float) -> Reals:
+        """How far the weights may be off, that many standard deviations out."""
+        result: Reals = deviations * self.weight + self.lost
+        return result
+
+
+def drift(
+    log: ParameterLog,
+    stops: NDArray[np.int64],
+    *,
+    eps: float,
+    size: float,
+    gross: Reals,
+    anchored: bool,
+) -> Drift:
+    """The error at each of the `stops` (numbers of updates, ascending).
+
+    `size` is that of the weights, `gross` [steps] that of each step's patterns before κ. `anchored`
+    starts afresh at every stop, where W and m are known again; otherwise errors accumulate from 0.
+    """
+    matrix, vector = transitions(log)
+    carried = _carried(gross, log)
+    small = eps / 2 * size
+    patience = 1.0 / np.maximum(1.0 - log.momentum, 1e-3)  # steps an update acts for
+    pull = np.abs(log.lr) * patience * (np.abs(log.weight_decay) * size + log.kappa * carried)
+    swallowed = np.where(log.applied & (pull < small), pull, 0.0)
+    noise = eps * eps / 12
+    found = np.zeros((len(stops), 3))
+    ww = wm = mm = buffer = lost = 0.0
+    start = 0
+    for i, stop in enumerate(stops.tolist()):
+        if anchored:
+            ww = wm = mm = lost = 0.0
+        rows = zip(
+            log.applied[start:stop].tolist(),
+            matrix[start:stop].reshape(-1, 4).tolist(),
+            vector[start:stop].tolist(),
+            carried[start:stop].tolist(),
+            swallowed[start:stop].tolist(),
+            strict=True,
+        )
+        for applied, (a, b, c, d), (nw, nm), g, gone in rows:
+            if not applied:
+                continue
+            update = abs(1 - a) * size + abs(b) * buffer + abs(nw) * g
+            buffer = abs(c) * size + abs(d) * buffer + abs(nm) * g
+            ww, wm, mm = (
+                a * a * ww
+                + 2 * a * b * wm
+                + b * b * mm
+                + noise * (size**2 + update**2 + (nw * g) ** 2),
+                a * c * ww + (a * d + b * c) * wm + b * d * mm + noise * nw * nm * g * g,
+                c * c * ww + 2 * c * d * wm + d * d * mm + noise * (buffer**2 + (nm * g) ** 2),
+            )
+            lost += gone
+        found[i] = sqrt(max(ww, 0.0)), sqrt(max(mm, 0.0)), lost
+        start = stop
+    return Drift(found[:, 0], found[:, 1], found[:, 2])
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From one stop to the next: z(end) = whole · z(start) + Σ_s steps[s − first] G_s."""
+
+    first: int
+    steps: Reals
+    whole: Reals
+
+
+def stretches(log: ParameterLog, stops: NDArray[np.int64]) -> list[Stretch]:
+    """The learning rule between stops, for W and m alike: the local form of `coefficients`."""
+    matrix, vector = transitions(log)
+    found = []
+    start = 0
+    for stop in stops.tolist():
+        used = log.first[start:stop][log.applied[start:stop]]
+        first = int(min(used.min(initial=start), start))
+        steps = np.zeros((stop - first, 2))
+        whole = np.eye(2)
+        for s in range(stop - 1, start - 1, -1):
+            if log.applied[s]:
+                steps[log.first[s] - first : s + 1 - first] += whole @ vector[s]
+                whole = whole @ matrix[s]
+        found.append(Stretch(first, steps, whole))
+        start = stop
+    return found
+
+
+def _carried(gross: Reals, log: ParameterLog) -> Reals:
+    """The gross gradient each update saw: its own step's, or all those carried over into it."""
+    total = np.concatenate([[0.0], np.cumsum(gross)])
+    steps = np.arange(len(gross))
+    own: Reals = np.where(log.first == steps, gross, total[steps + 1] - total[log.first])
+    return own

@@ -1,0 +1,243 @@
+"""What a layer looks at: the attention weights of some queries over every training pattern.
+
+α_t = x_t · q, unnormalised and signed, in units of key times query: large and positive where the
+training pattern looked to this layer like the query does, negative where it looked opposite. The
+weight says nothing about what the pattern *taught*: for that, ask for the contribution.
+
+All weights at once are n × T numbers, far more than most questions need. Only `Spotlight.weights`
+holds them; everything else here streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.attention import engine
+from dualform.errors import QueryError
+from dualform.memory import LayerMemory, Patterns
+from dualform.table import Table
+
+UNIT = "α = key · query: unnormalised, signed; positive = alike, in units of key × query"
+
+
+class Spotlight:
+    """The attention of one or more queries, in one layer, over all patterns.
+
+    Weights are `key · query`: unnormalised and signed, positive where a training pattern looked to
+    this layer as the query does. In a view, patterns that are masked out, or later than its step,
+    are not attended to.
+
+    Example:
+        >>> spotlight = dual.attend(images[:1])["fc1"]                 # doctest: +SKIP
+        >>> spotlight.top(3)["weight"]          # most alike first      # doctest: +SKIP
+        >>> spotlight.sum_by("label")           # signed and absolute   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        layer: LayerMemory,
+        queries: Tensor,
+        included: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.layer = layer.name
+        self.queries = queries
+        self._memory = layer
+        self._queries = queries.detach().to("cpu", torch.float64)
+        self._included = None if included is None or included.all() else included
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The patterns attended to, as row numbers of the layer: all of them, unless masked."""
+        if self._included is None:
+            return np.arange(self._memory.rows)
+        return np.flatnonzero(self._included)
+
+    @property
+    def patterns(self) -> Patterns:
+        """The columns (step, example, label, …) of the layer's patterns."""
+        return self._memory.patterns
+
+    @property
+    def weights(self) -> Tensor:
+        """All attention weights at once, float64 [n, T]: the only thing here that holds them all.
+
+        Signed, in units of key × query; columns follow `rows`.
+        """
+        parts = [
+            alpha
+            for _, alpha in engine.attention_blocks(self._memory, self._queries, self._included)
+        ]
+        empty = torch.zeros(len(self._queries), 0, dtype=torch.float64)
+        return torch.cat(parts or [empty], dim=1).to(self.queries.device)
+
+    def top(self, k: int = 10, by: str | None = None, sign: str = "most") -> Table:
+        """The k patterns attended to most, per query; with `by`, the top k of every group.
+
+        `sign="most"`: most positive first; `"least"`: most negative first; `"absolute"`: largest
+        either way. Ties: the earlier pattern first. Weights are signed, in units of key × query.
+
+        Example:
+            >>> spotlight.top(500, by="label")                          # doctest: +SKIP
+        """
+        k = check_k(k)
+        values, codes = self._groups(by)
+        best = engine.top_patterns(
+            self._memory, self._queries, self._included, k, sign, codes, len(values)
+        )
+        found = [
+            (query, values[group], rank, row, weight)
+            for query, groups in enumerate(best)
+            for group, (rows, weights) in enumerate(groups)
+            for rank, (row, weight) in enumerate(zip(rows, weights, strict=True))
+        ]
+        columns: dict[str, Any] = self._query_column([f[0] for f in found])
+        rows = np.array([f[3] for f in found], dtype=np.int64)
+        columns |= {"rank": [f[2] + 1 for f in found], "pattern": rows}
+        columns["weight"] = np.array([f[4] for f in found], dtype=np.float64)
+        columns |= pattern_columns(self.patterns, rows)
+        which = {"most": "most positive", "least": "most negative", "absolute": "largest"}[sign]
+        per = "" if by is None else f" per {by}"
+        return Table(columns, f"layer {self.layer}: {which} attention{per}. {UNIT}")
+
+    def sum_by(self, column: str) -> Table:
+        """Attention summed over all patterns of each value of a column.
+
+        `sum` adds the signed weights, `absolute` their absolute values (the paper's choice), both
+        in units of key × query; `patterns` counts.
+
+        Example:
+            >>> spotlight.sum_by("label")["sum"]                        # doctest: +SKIP
+        """
+        values, codes = self._groups(column)
+        assert codes is not None
+        signed, absolute = engine.group_sums(
+            self._memory, self._queries, self._included, codes, len(values)
+        )
+        counts = np.bincount(codes[self.rows], minlength=len(values))
+        n = len(self._queries)
+        columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(values)))
+        columns |= {
+            column: values * n,
+            "sum": signed.reshape(-1).numpy(),
+            "absolute": absolute.reshape(-1).numpy(),
+            "patterns": np.tile(counts, n),
+        }
+        return Table(columns, f"layer {self.layer}: attention summed by {column}. {UNIT}")
+
+    def over(self, column: str = "step", bins: int = 20, by: str | None = None) -> Table:
+        """Attention summed over equal ranges of a numeric column, such as the step: a timeline.
+
+        Ranges run from `from` up to, not including, `to`; with `by`, one line per range and group.
+        `sum` is signed, `absolute` sums |α|, both in units of key × query.
+
+        Example:
+            >>> spotlight.over("step", bins=10, by="task")              # doctest: +SKIP
+        """
+        edges, bin_of = self._bins(column, bins)
+        values, codes = self._groups(by)
+        cells = bin_of if codes is None else bin_of * len(values) + codes
+        count = (len(edges) - 1) * len(values)
+        signed, absolute = engine.group_sums(
+            self._memory, self._queries, self._included, cells, count
+        )
+        patterns = np.bincount(cells[self.rows], minlength=count)
+        n = len(self._queries)
+        columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), count))
+        columns["from"] = np.tile(np.repeat(edges[:-1], len(values)), n)
+        columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
+        if by is not None:
+            columns[by] = values * ((len(edges) - 1) * n)
+        columns |= {
+            "sum": signed.reshape(-1).numpy(),
+            "absolute": absolute.reshape(-1).numpy(),
+            "patterns": np.tile(patterns, n),
+        }
+        return Table(columns, f"layer {self.layer}: attention over {column}. {UNIT}")
+
+    def __repr__(self) -> str:
+        n = len(self._queries)
+        head = (
+            f"Spotlight of layer {self.layer}: {n:,} {'query' if n == 1 else 'queries'} over "
+            f"{len(self.rows):,} patterns"
+        )
+        return f"{head}\n{self.top(5)}" if n <= 4 else f"{head}; .top(k) lists the strongest"
+
+    def _query_column(self, queries: Any) -> dict[str, Any]:
+        return {} if len(self._queries) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
+
+    def _groups(self, by: str | None) -> tuple[list[Any], NDArray[np.int64] | None]:
+        if by is None:
+            return [None], None
+        values = self.patterns[by]
+        return engine.group_codes(values)
+
+    def _bins(self, column: str, bins: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        values = self.patterns[column]
+        if bins < 1:
+            raise QueryError(f"bins={bins}: expected at least one range")
+        if values.dtype.kind not in "biuf":
+            raise QueryError(f"column {column!r} holds text; .over() needs numbers: use .sum_by()")
+        kept = values[self.rows]
+        kept = kept[np.isfinite(kept)]
+        low, high = (kept.min(), kept.max()) if len(kept) else (0, 0)
+        if values.dtype.kind == "f":
+            edges = np.linspace(low, np.nextafter(high, np.inf), bins + 1)
+        else:  # whole numbers: no more ranges than there are numbers
+            edges = np.linspace(low, high + 1, min(bins, int(high - low) + 1) + 1)
+            edges = np.unique(np.round(edges).astype(np.int64))
+        where = np.searchsorted(edges, values, side="right") - 1
+        return edges, np.clip(where, 0, len(edges) - 2).astype(np.int64)
+
+
+class Attention(Mapping[str, Spotlight]):
+    """The spotlights of some queries, layer by layer: `attention["fc1"]`.
+
+    Example:
+        >>> attention = dual.attend(images[:1])                         # doctest: +SKIP
+        >>> {name: spotlight.top(1) for name, spotlight in attention.items()}  # doctest: +SKIP
+    """
+
+    def __init__(self, spotlights: Mapping[str, Spotlight]) -> None:
+        self._spotlights = dict(spotlights)
+
+    def __getitem__(self, layer: str) -> Spotlight:
+        try:
+            return self._spotlights[layer]
+        except KeyError:
+            have = ", ".join(self._spotlights)
+            raise QueryError(f"no layer {layer!r} in this attention; it has: {have}") from None
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._spotlights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._spotlights)
+
+    def __len__(self) -> int:
+        return len(self._spotlights)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  {name}: {len(spot.queries):,} × {spot.queries.shape[-1]} queries over "
+            f"{len(spot.rows):,} patterns"
+            for name, spot in self._spotlights.items()
+        ]
+        return "\n".join(["Attention, layer by layer:", *lines])
+
+
+def check_k(k: int) -> int:
+    """How many to list, as a positive whole number."""
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise QueryError(f"k={k!r}: expected a whole number of at least 1")
+    return int(k)
+
+
+def pattern_columns(patterns: Patterns, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Every column of some patterns."""
+    return {name: patterns[name][rows] for name in patterns.names}

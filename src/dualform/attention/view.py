@@ -1,0 +1,157 @@
+"""One network out of a recorded run, as numbers: the run at some step, under some masks.
+
+Every parameter is a *base* (what no pattern accounts for: a W_0 + h m_0, or all of it where the
+parameter has no pattern resolution) plus the sum over the patterns that wrote into it. This file
+says which base, which patterns and with which coefficients; `engine.py` does the summing.
+
+Why it is hard: weight and bias of one layer follow different rules, several layers may share one
+parameter, and some parameters were only accounted for step by step. All of that ends here.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.attention import engine
+from dualform.attention.masks import Mask, row_weights
+from dualform.errors import QueryError
+from dualform.learning_rules import Coefficients, coefficients
+from dualform.memory import LayerMemory, Memory
+
+
+class View:
+    """A recorded network after `at` updates, with masks."""
+
+    def __init__(self, memory: Memory, at: int, masks: tuple[Mask, ...] = ()) -> None:
+        self.memory = memory
+        self.at = at
+        self.masks = masks
+        self._coefficients: dict[str, Coefficients] = {}
+        self._row_weights: dict[str, engine.Reals] = {}
+
+    @property
+    def drops_unresolved(self) -> bool:
+        """Whether a mask asked for parameters without patterns to fall back to their initial part."""
+        return any(mask.unresolved == "drop" for mask in self.masks)
+
+    def coefficients(self, parameter: str) -> Coefficients:
+        """a, h and c of one parameter at this step."""
+        if parameter not in self._coefficients:
+            log = self.memory.log(parameter)
+            self._coefficients[parameter] = coefficients(log, self.at)
+        return self._coefficients[parameter]
+
+    def writers(self, parameter: str) -> tuple[LayerMemory, ...]:
+        """The layers whose patterns wrote into the parameter: several where it is shared."""
+        if self.memory.parameters[parameter].coverage != "patterns":
+            return ()
+        layers = (self.memory.layer(name) for name in self.memory.layers)
+        return tuple(layer for layer in layers if parameter in (layer.weight, layer.bias))
+
+    def row_weights(self, layer: LayerMemory) -> engine.Reals:
+        """What the masks multiply each pattern's value by; 0 for patterns of later steps."""
+        if layer.name not in self._row_weights:
+            weights = row_weights(self.masks, layer)
+            self._row_weights[layer.name] = np.where(self._steps(layer) < self.at, weights, 0.0)
+        return self._row_weights[layer.name]
+
+    def row_coefficients(self, layer: LayerMemory, parameter: str | None) -> engine.Reals | None:
+        """w_t c_t: how much of each pattern is in the parameter; None if none of it is."""
+        if parameter is None or self.memory.parameters[parameter].coverage != "patterns":
+            return None
+        per_pattern = self.coefficients(parameter).per_pattern(self._steps(layer))
+        return self.row_weights(layer) * per_pattern
+
+    def initial_parts(self, parameter: str) -> tuple[Tensor, Tensor | None]:
+        """a W_0 and h m_0 (None if there was no momentum buffer), float64."""
+        initial = self.memory.initial(parameter).double()
+        if self.memory.parameters[parameter].coverage == "untrained":
+            return initial, None
+        factors = self.coefficients(parameter)
+        buffer = self.memory.initial_momentum(parameter)
+        return factors.initial * initial, (
+            None if buffer is None else factors.momentum * buffer.double()
+        )
+
+    def unresolved(self, parameter: str) -> Tensor | None:
+        """What was learned without pattern resolution, float64; None if nothing, or dropped."""
+        coverage = self.memory.parameters[parameter].coverage
+        if coverage not in ("steps", "accumulated") or self.drops_unresolved:
+            return None
+        if coverage == "accumulated":
+            return self.memory.learned(parameter, self.at).double()
+        factors = self.coefficients(parameter).steps
+        total = torch.zeros(self.memory.parameters[parameter].shape, dtype=torch.float64)
+        for step, applied in self.memory.step_gradients(parameter):
+            if step < self.at and factors[step] != 0:
+                total += factors[step] * applied.double()
+        return total
+
+    def base(self, parameter: str) -> Tensor:
+        """Everything in the parameter that no pattern accounts for, float64."""
+        initial, momentum = self.initial_parts(parameter)
+        unresolved = self.unresolved(parameter)
+        return initial + sum(part for part in (momentum, unresolved) if part is not None)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter of this view in float64, rebuilt in one pass over each layer."""
+        return self.rebuild()
+
+    def rebuild(self, progress: engine.Progress | None = None) -> dict[str, Tensor]:
+        """Every parameter of this view in float64."""
+        rebuilt = {name: self.base(name) for name in self.memory.parameters}
+        total = sum(self.memory.layer(name).rows for name in self.memory.layers)
+        done = 0
+        for name in self.memory.layers:
+            layer = self.memory.layer(name)
+            parts = engine.learned(
+                layer,
+                self.row_coefficients(layer, layer.weight),
+                self.row_coefficients(layer, layer.bias),
+            )
+            for parameter, part in zip((layer.weight, layer.bias), parts, strict=True):
+                if parameter is not None and part is not None:
+                    rebuilt[parameter] = rebuilt[parameter] + part
+            done += layer.rows
+            if progress is not None:
+                progress(done, total)
+        return rebuilt
+
+    def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
+        """The layer's output as attention, literally: base·q + Σ_t w_t c_t (x_t·q) δ_t + bias.
+
+        queries [n, d_in] float64 -> [n, d_out] float64.
+        """
+        output = queries @ self.base(layer.weight).T
+        for writer in self.writers(layer.weight):
+            factors = self.row_coefficients(writer, layer.weight)
+            if factors is not None:
+                output = output + engine.dual_outputs(writer, factors, queries)
+        if layer.bias is not None:
+            output = output + self.base(layer.bias)
+            for writer in self.writers(layer.bias):
+                _, part = engine.learned(writer, None, self.row_coefficients(writer, layer.bias))
+                if part is not None:
+                    output = output + part
+        return output
+
+    def _steps(self, layer: LayerMemory) -> engine.Rows:
+        steps: engine.Rows = layer.patterns["step"]
+        return steps
+
+
+def layers_named(memory: Memory, layers: str | list[str] | tuple[str, ...] | None) -> list[str]:
+    """The layers a question is about: all of them, or the named ones, which must exist."""
+    if layers is None:
+        return list(memory.layers)
+    names = [layers] if isinstance(layers, str) else list(layers)
+    if not names:
+        raise QueryError(f"layers=[] names no layer; recorded are: {', '.join(memory.layers)}")
+    for name in names:
+        memory.layer(name)  # QueryError naming the layers that exist
+    return names

@@ -1,0 +1,108 @@
+"""Accounting for what has no patterns: other trained parameters, and buffers.
+
+A norm's gain, an embedding, a parameter used in functional code: its gradient is kept as the
+optimizer used it, step by step, as long as the byte budget lasts. Beyond it only the learned part
+is kept: L follows [L, Lm] ← M [L, Lm] + N G in float64, from the gradients alone, and is written
+down every so many steps. Buffers (running statistics) are written down whenever they changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger("dualform")
+
+Array = np.ndarray[Any, Any]
+
+SMALL_BUFFER = 1 << 16
+"""Buffers of at most this many elements are compared by value at every step, larger ones by version."""
+
+
+@dataclass
+class Accumulated:
+    """A parameter's learned part and that of its momentum buffer, float64."""
+
+    weights: Tensor
+    momentum: Tensor
+
+    def advance(self, matrix: Array, vector: Array, gradient: Tensor) -> None:
+        (ww, wm), (mw, mm) = matrix.tolist()
+        nw, nm = vector.tolist()
+        exact = gradient.detach().cpu().double()
+        moved = ww * self.weights + wm * self.momentum + nw * exact
+        self.momentum = mw * self.weights + mm * self.momentum + nm * exact
+        self.weights = moved
+
+
+class StepAccounts:
+    """Gradients of parameters without patterns, within a budget of bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self._left = budget
+        self._states: dict[str, Accumulated] = {}
+        self.since: dict[str, int] = {}
+
+    def keep(
+        self,
+        step: int,
+        gradients: Mapping[str, Tensor],
+        transitions: Mapping[str, tuple[Array, Array]],
+        learned_now: Callable[[str], Accumulated],
+    ) -> dict[str, Tensor]:
+        """Called after the update: the gradients to be stored with this step.
+
+        The others are accumulated. The first time the budget does not suffice, the learned part so
+        far is taken from the parameter itself (`learned_now`); from then on from gradients alone.
+        """
+        stored = {}
+        for name, gradient in gradients.items():
+            size = gradient.numel() * gradient.element_size()
+            if name in self._states:
+                self._states[name].advance(*transitions[name], gradient)
+            elif size <= self._left:
+                self._left -= size
+                stored[name] = gradient.detach().cpu().clone()
+            else:
+                logger.warning(
+                    "dualform: the step budget is used up; %s is accumulated from step %d on",
+                    name,
+                    step,
+                )
+                self._states[name] = learned_now(name)
+                self.since[name] = step
+        return stored
+
+    def learned(self) -> dict[str, Tensor]:
+        """The learned part of every accumulated parameter now."""
+        return {name: state.weights.clone() for name, state in self._states.items()}
+
+
+class BufferWatch:
+    """The model's buffers: their values when recording began, and every change since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = {n: b for n, b in model.named_buffers() if b is not None}
+        self.values = {name: b.detach().cpu().clone() for name, b in self._buffers.items()}
+        self._last = dict(self.values)
+        self._versions = {name: b._version for name, b in self._buffers.items()}
+        self.changed: set[str] = set()
+
+    def changes(self) -> dict[str, Tensor]:
+        """Every buffer that differs from when this was last asked, as it is now."""
+        changes = {}
+        for name, buffer in self._buffers.items():
+            if buffer.numel() > SMALL_BUFFER and buffer._version == self._versions[name]:
+                continue
+            self._versions[name] = buffer._version
+            now = buffer.detach().cpu()
+            if not torch.equal(now, self._last[name]):
+                self._last[name] = changes[name] = now.clone()
+        self.changed |= set(changes)
+        return changes

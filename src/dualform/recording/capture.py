@@ -1,0 +1,93 @@
+"""The hooks: where keys and error signals are seen.
+
+One global forward hook looks at every call of a recorded layer; a hook on that call's output then
+receives the error signal in the backward pass, together with the key it belongs to. Why so:
+
+* A hook on the modules themselves would switch off torch's fast path of `nn.TransformerEncoder`,
+  and evaluation inside the loop would no longer be bit-identical.
+* A tensor hook sees the output before any in-place activation; full backward hooks do not.
+* A pattern exists only if its gradient really reaches the parameter's `.grad`. A forward pass that
+  is never differentiated, or `torch.autograd.grad` for a saliency map, leaves none.
+
+Nothing is left behind: `remove` takes the one global hook away, and an output's hook does nothing
+once the capture is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook
+
+from dualform.layers import Layer, as_patterns
+
+OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
+"""Called with (layer, keys [n, d_in], error signals [n, d_out], leading shape, context, backward id)."""
+
+
+class Capture:
+    """Calls `on_patterns` for every use of a recorded layer that a backward pass goes through.
+
+    `context` is asked at every forward call and its answer handed on with the patterns: what is
+    true of the input when it is fed (its tags) may no longer be when it is differentiated.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[Layer, nn.Module],
+        context: Callable[[Layer], Any],
+        on_patterns: OnPatterns,
+    ) -> None:
+        self._layers = {id(module): (layer, module) for layer, module in layers.items()}
+        self._context = context
+        self._on_patterns = on_patterns
+        self._active = True
+        self._handle = register_module_forward_hook(self._forward)
+
+    def forget(self, layer: Layer) -> None:
+        """Stop looking at a layer."""
+        self._layers = {k: v for k, v in self._layers.items() if v[0] != layer}
+
+    def remove(self) -> None:
+        """Take the hook away; outputs that are still alive fall silent."""
+        self._active = False
+        self._handle.remove()
+
+    def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        entry = self._layers.get(id(module))
+        if entry is None or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        layer, _ = entry
+        trained = [p for p in (module.weight, module.bias) if p is not None and p.requires_grad]
+        if not trained or not args:
+            return
+        nodes = [get_gradient_edge(p).node for p in trained if isinstance(p, Tensor)]
+        key = args[0].detach()
+        if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
+            key = key.to(output.dtype)
+        context = self._context(layer)
+
+        def backward(error_signal: Tensor) -> None:
+            if self._active and any(map(_will_accumulate, nodes)):
+                self._on_patterns(
+                    layer,
+                    as_patterns(layer.kind, key),
+                    as_patterns(layer.kind, error_signal),
+                    tuple(key.shape[:-1]),
+                    context,
+                    torch._C._current_graph_task_id(),
+                )
+
+        output.register_hook(backward)
+
+
+def _will_accumulate(node: Node) -> bool:
+    """Whether the backward pass now running will add to this parameter's `.grad`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad asked for this very parameter: nothing is added
+        return False

@@ -1,0 +1,186 @@
+"""Naming the patterns: example ids, labels, tasks, anything, in whatever array they come.
+
+A tag is one value per example ([B]), one per example and position ([B, L]), or one for all. It is
+matched against the leading shape of each layer's input, so a wrong length is an error at the layer
+and step where it happens, not a shifted column found weeks later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dualform.errors import RecordingError
+from dualform.memory.files import NO_VALUE
+
+RESERVED = ("step", "position", "microbatch", "call")
+
+
+@dataclass(frozen=True, eq=False)
+class Tag:
+    """The columns given by one call of `recorder.tag`, as stored: int64 or float64 arrays."""
+
+    columns: dict[str, NDArray[Any]]
+    step: int
+    microbatch: int
+    _fits: set[tuple[int, ...]] = field(default_factory=set)
+
+    def check(self, layer: str, shape: tuple[int, ...]) -> None:
+        """Raise unless every column can be laid over patterns of this leading shape."""
+        if shape in self._fits:
+            return
+        for name, values in self.columns.items():
+            if _spread(values, shape) is None:
+                raise RecordingError(
+                    f"the tag {name!r} has shape {list(values.shape)}, but layer {layer!r} saw an "
+                    f"input of leading shape {list(shape)} ({prod(shape)} patterns). Expected one "
+                    "value per example ([B]), one per example and position ([B, L]), or a single "
+                    "value for all. Call recorder.tag(...) with the batch that is about to be fed"
+                )
+        self._fits.add(shape)
+
+    def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        """One value per pattern for every column."""
+        laid = {name: _spread(values, shape) for name, values in self.columns.items()}
+        return {name: values for name, values in laid.items() if values is not None}
+
+    def positions(self, shape: tuple[int, ...]) -> int:
+        """How many patterns each example has in an input of this leading shape."""
+        rows = prod(shape)
+        if len(shape) == 1:  # [B·L] flattened by the model: a [B, L] tag knows better
+            for values in self.columns.values():
+                if values.ndim == 2 and values.size == rows:
+                    return int(values.shape[1])
+        return rows // shape[0] if shape and shape[0] else 1
+
+
+class Visit(NamedTuple):
+    """One backward pass through one use of one layer."""
+
+    step: int
+    microbatch: int
+    call: int
+    shape: tuple[int, ...]
+    tag: Tag | None
+
+
+def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """`values` repeated over patterns of a leading shape, None if they do not fit."""
+    rows = prod(shape)
+    if values.ndim == 0:
+        return np.full(rows, values[()])
+    if values.ndim == 1 and (shape[:1] or (1,)) == values.shape:
+        return np.repeat(values, rows // max(1, len(values)))
+    if values.ndim == 2 and (shape[:2] == values.shape or shape == (values.size,)):
+        return np.repeat(values.ravel(), rows // max(1, values.size))
+    if values.ndim == 2 and shape == values.shape[:1]:  # a value per position, a pooled layer
+        return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
+    return None
+
+
+def expand(visits: Sequence[Visit], kinds: dict[str, str]) -> dict[str, NDArray[Any]]:
+    """The columns of a run of visits, one value per pattern."""
+    rows = [prod(visit.shape) for visit in visits]
+    columns: dict[str, NDArray[Any]] = {
+        name: np.repeat(np.array([getattr(v, name) for v in visits], np.int64), rows)
+        for name in ("step", "microbatch", "call")
+    }
+    per_example = [v.tag.positions(v.shape) if v.tag else _positions(v.shape) for v in visits]
+    if any(p > 1 for p in per_example):
+        columns["position"] = np.concatenate(
+            [
+                np.arange(n, dtype=np.int64) % max(1, p)
+                for n, p in zip(rows, per_example, strict=True)
+            ]
+        )
+    spread = [visit.tag.spread(visit.shape) if visit.tag else {} for visit in visits]
+    for name in {name for laid in spread for name in laid}:
+        is_float = kinds[name] == "float"
+        blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
+        columns[name] = np.concatenate(
+            [laid.get(name, np.full(n, blank, dtype)) for laid, n in zip(spread, rows, strict=True)]
+        )
+    return columns
+
+
+def _positions(shape: tuple[int, ...]) -> int:
+    return prod(shape) // shape[0] if shape and shape[0] else 1
+
+
+class Tags:
+    """Turns what users pass to `recorder.tag` into stored columns; remembers kinds and strings."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}
+        self._codes: dict[str, dict[str, int]] = {}
+        self._written: dict[str, int] = {}
+        self._calls = 0
+
+    def make(self, step: int, columns: dict[str, Any]) -> Tag:
+        """One call's columns, checked against each other and against earlier calls."""
+        for name in columns:
+            if name in RESERVED:
+                raise RecordingError(
+                    f"the tag {name!r} was given, but dualform keeps that column itself "
+                    f"({', '.join(RESERVED)}); choose another name"
+                )
+        forgotten = [name for name in self.kinds if name not in columns]
+        if forgotten:
+            raise RecordingError(
+                f"the tag {forgotten[0]!r} was given at earlier steps but not now (given now: "
+                f"{', '.join(columns) or 'nothing'}); give every tag at every call, or its column "
+                "would silently lack these patterns"
+            )
+        stored = {name: self._store(name, value) for name, value in columns.items()}
+        sizes = {name: v.shape[0] for name, v in stored.items() if v.ndim}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
+        tag = Tag(stored, step, self._calls)
+        self._calls += 1
+        return tag
+
+    def new_strings(self) -> dict[str, list[str]]:
+        """The strings met since the last call, per column, in the order of their codes."""
+        fresh = {
+            name: list(codes)[self._written.get(name, 0) :] for name, codes in self._codes.items()
+        }
+        self._written = {name: len(codes) for name, codes in self._codes.items()}
+        return {name: strings for name, strings in fresh.items() if strings}
+
+    def _store(self, name: str, value: Any) -> NDArray[Any]:
+        array = (
+            value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        )
+        if array.ndim > 2:
+            raise RecordingError(
+                f"the tag {name!r} has shape {list(array.shape)}; expected [B], [B, L] or one value"
+            )
+        kind = {
+            "i": "int",
+            "u": "int",
+            "b": "bool",
+            "f": "float",
+            "U": "string",
+            "O": "string",
+        }.get(array.dtype.kind)
+        if kind is None or (kind == "string" and not all(isinstance(v, str) for v in array.flat)):
+            raise RecordingError(
+                f"the tag {name!r} holds {array.dtype} values; expected numbers, booleans or strings"
+            )
+        if self.kinds.setdefault(name, kind) != kind:
+            raise RecordingError(
+                f"the tag {name!r} was of kind {self.kinds[name]} at earlier steps and is of kind "
+                f"{kind} now; keep one kind per column"
+            )
+        if kind == "string":
+            codes = self._codes.setdefault(name, {})
+            flat = [codes.setdefault(str(v), len(codes)) for v in array.flat]
+            return np.array(flat, np.int64).reshape(array.shape)
+        return array.astype(np.float64 if kind == "float" else np.int64)
