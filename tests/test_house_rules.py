@@ -19,7 +19,7 @@ SRC = ROOT / "src" / "dualform"
 MODULES = sorted(SRC.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-LONGEST_FILE = 450
+LONGEST_FILE = 500
 """Lines; an idea that truly needs more is rare enough to be discussed."""
 
 RUNS_CODE = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

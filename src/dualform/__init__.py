@@ -14,6 +14,7 @@ from dualform.attention import (
     Spotlight,
     Verification,
 )
+from dualform.datasets import with_index
 from dualform.errors import (
     AuditError,
     DualFormError,
@@ -21,6 +22,7 @@ from dualform.errors import (
     QueryError,
     RecordingError,
 )
+from dualform.estimate import Estimate, estimate
 from dualform.memory import LayerMemory, Memory, Patterns
 from dualform.recording import Recorder, record
 from dualform.table import Table
@@ -31,6 +33,7 @@ __all__ = [
     "Contribution",
     "DualForm",
     "DualFormError",
+    "Estimate",
     "LayerMemory",
     "Memory",
     "MemoryFileError",
@@ -41,5 +44,7 @@ __all__ = [
     "Spotlight",
     "Table",
     "Verification",
+    "estimate",
     "record",
+    "with_index",
 ]

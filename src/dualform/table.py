@@ -18,6 +18,7 @@ import rich.box
 import rich.console
 import rich.markup
 import rich.table
+import rich.text
 from numpy.typing import ArrayLike, NDArray
 
 from dualform.errors import DualFormError, QueryError
@@ -89,16 +90,8 @@ class Table:
             raise _missing("pyarrow") from error
         return pyarrow.table({name: values.tolist() for name, values in self._columns.items()})
 
-    def __rich__(self) -> rich.table.Table:
-        caption = self.caption
-        if len(self) > SHOWN_ROWS:
-            caption = f"… {len(self) - SHOWN_ROWS:,} more rows\n{caption}".rstrip()
-        table = rich.table.Table(
-            box=rich.box.SIMPLE_HEAD,
-            caption=rich.markup.escape(caption) if caption else None,
-            caption_justify="left",
-            pad_edge=False,
-        )
+    def __rich__(self) -> rich.console.Group:
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
         shown = [_as_text(values[:SHOWN_ROWS]) for values in self._columns.values()]
         for (name, values), cells in zip(self._columns.items(), shown, strict=True):
             numeric = values.dtype.kind in "biuf"
@@ -109,7 +102,12 @@ class Table:
             )
         for row in zip(*shown, strict=True):
             table.add_row(*(rich.markup.escape(cell) for cell in row))
-        return table
+        parts: list[rich.console.RenderableType] = [table]
+        if len(self) > SHOWN_ROWS:
+            parts.append(rich.text.Text(f"… {len(self) - SHOWN_ROWS:,} more rows"))
+        if self.caption:
+            parts.append(rich.text.Text(self.caption, style="italic dim"))
+        return rich.console.Group(*parts)
 
     def __repr__(self) -> str:
         text = io.StringIO()

@@ -1,9 +1,9 @@
 """What each pattern wrote into one output: its value, in the output's own units, adding up.
 
 A layer's output along a direction g is  g·(W q + b)  =  initial part  +  Σ_t c_t (x_t·q)(δ_t·g)
-(+ the bias's own c_t δ_t·g). For the layer that produces the model's output, g picks a logit and the
-parts add up to that logit. For a layer further down, g = d(target)/d(layer output): the parts add
-up to g·(that layer's output) exactly, and stand for the effect on the target to first order.
+(+ the bias's own c_t δ_t·g). For the layer that produces the model's output, g picks a logit and
+the parts add up to that logit. For a layer further down, g = d(target)/d(layer output): the parts
+add up to g·(that layer's output) exactly, and stand for the effect on the target to first order.
 
 It is an accounting of the recorded run, exact and complete. It is not a counterfactual: it does not
 say what training without a pattern would have given.
@@ -119,8 +119,8 @@ class Contribution:
     def sum_by(self, column: str) -> Table:
         """Contributions summed over all patterns of each value of a column.
 
-        `contribution` is the signed sum, in the target's units; `absolute` sums absolute values (how
-        much of it cancels); `patterns` counts.
+        `contribution` is the signed sum, in the target's units; `absolute` sums absolute values
+        (how much of it cancels); `patterns` counts.
 
         Example:
             >>> contribution.sum_by("label")["contribution"]             # doctest: +SKIP
@@ -128,7 +128,7 @@ class Contribution:
         rows = np.flatnonzero(self._included)
         values, codes = engine.group_codes(self._patterns[column])
         codes, numbers = codes[rows], self._numbers[rows]
-        columns = {
+        columns: dict[str, Any] = {
             column: values,
             "contribution": np.bincount(codes, numbers, minlength=len(values)),
             "absolute": np.bincount(codes, np.abs(numbers), minlength=len(values)),

@@ -19,7 +19,7 @@ from dualform.attention import queries as asking
 from dualform.attention.contribution import Contribution, Target, contribution
 from dualform.attention.engine import Progress
 from dualform.attention.masks import Mask, as_rows
-from dualform.attention.spotlight import Attention, Spotlight
+from dualform.attention.spotlight import Attention, Spotlight, is_whole
 from dualform.attention.verification import Verification, verify
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
@@ -96,7 +96,7 @@ class DualForm:
         }
 
     def to_model(self) -> nn.Module:
-        """A plain `nn.Module`: a deep copy of the architecture with this view's weights and buffers.
+        """A plain `nn.Module`: a copy of the architecture with this view's weights and buffers.
 
         Example:
             >>> before = dual.at(step=100).to_model()                      # doctest: +SKIP
@@ -196,11 +196,7 @@ class DualForm:
         Example:
             >>> dual.at(step=3000)(images)                                 # doctest: +SKIP
         """
-        if (
-            isinstance(step, bool)
-            or not isinstance(step, int)
-            or not 0 <= step <= self.memory.steps
-        ):
+        if not is_whole(step) or not 0 <= step <= self.memory.steps:
             raise QueryError(
                 f"at({step!r}): expected a whole number of updates from 0 to {self.memory.steps}, "
                 "which is what this memory holds"

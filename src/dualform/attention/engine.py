@@ -38,7 +38,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Scanned:
-    """A block of patterns in float64: their row numbers, keys [b, d_in], error signals [b, d_out]."""
+    """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out]."""
 
     rows: Rows
     keys: Tensor
@@ -127,7 +127,7 @@ def contributions(
     weight: Reals | None,
     bias: Reals | None,
 ) -> tuple[Reals, Reals]:
-    """What each pattern wrote along g, and its attention, both summed over the query rows: [T], [T].
+    """What each pattern wrote along g, and its attention, summed over the query rows: [T] each.
 
     Σ_i weight_t (x_t·q_i)(δ_t·g_i) + bias_t (δ_t·g_i); queries [n, d_in], directions [n, d_out].
     """
@@ -233,7 +233,7 @@ def top_of(values: Reals, k: int, sign: str) -> NDArray[np.intp]:
 
 
 def group_codes(values: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
-    """The distinct values of a column, sorted (missing ones last), and each row's index into them."""
+    """The distinct values of a column, sorted, missing ones last; each row's index into them."""
     if values.dtype != object:
         distinct, codes = np.unique(values, return_inverse=True)
         return distinct.tolist(), codes.astype(np.int64).reshape(-1)

@@ -1,9 +1,10 @@
 """Leaving out, or keeping only, what some patterns wrote: row weights in front of every value.
 
-A mask multiplies each pattern's value by a number: `without(A)` by 1 − strength on A, `only(A)` by 1
-on A and 0 elsewhere. Several masks multiply. It is not retraining and not unlearning: the patterns
-that stay keep the values they wrote while the others were there, and contributions are large and
-cancel, so dropping one side of a cancellation can wreck a network that retraining would keep.
+A mask multiplies each pattern's value by a number: `without(A)` by 1 − strength on A, `only(A)` by
+1 on A and 0 elsewhere. Several masks multiply. It is not retraining and not unlearning: the
+patterns that stay keep the values they wrote while the others were there, and contributions are
+large and cancel, so dropping one side of a cancellation can wreck a network that retraining would
+keep.
 """
 
 from __future__ import annotations

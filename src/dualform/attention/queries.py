@@ -53,7 +53,7 @@ def check_architecture(model: nn.Module, memory: Memory) -> None:
 
 def check_finite(value: Any, what: str = "the input") -> None:
     """Refuse NaN and infinity: their attention weights would be meaningless."""
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise QueryError(
@@ -79,19 +79,19 @@ def run(
     view: View,
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any],
-    on_layer: OnLayer | None = None,
+    on_layer: OnLayer = lambda name, given, output: None,
     layers: Sequence[str] = (),
 ) -> Any:
     """The view's network on some inputs, with a look at the recorded layers on the way."""
     check_finite([inputs, kwargs])
-    device = next((t.device for t in _tensors([inputs, kwargs])), torch.device("cpu"))
+    device = next((t.device for t in tensors_in([inputs, kwargs])), torch.device("cpu"))
     state = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, tensor in tensors_of(view).items():
         state[name] = tensor.to(device)
     modules = {layer.name: module for layer, module in find_layers(model).items()}
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        for name in layers if on_layer is not None else ():
+        for name in layers:
             handle = modules[name].register_forward_hook(_hook(name, on_layer), with_kwargs=True)
             stack.callback(handle.remove)
         return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
@@ -177,12 +177,12 @@ def _hook(name: str, on_layer: OnLayer) -> Callable[..., Tensor | None]:
     return hook
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

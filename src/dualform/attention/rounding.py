@@ -10,11 +10,16 @@ recursion z ← M z + N G, z = (W, m). So the covariance P of the error in (W, m
 
     P ← M P Mᵀ + (eps²/12) · ( diag(w² + u², m²) + N Nᵀ g² )
 
-with w the size of the weights, m that of the buffer, u that of the update, and g = Σ_t |δ_t||x_t| of
-the step, the *gross* gradient: a sum that cancels has the rounding of its parts. For plain SGD this
-is the familiar eps · √steps · max|W|. Where momentum lets an error act for 1/(1−μ) steps, or decay
-lets it fade, P knows. One thing is not random: an update smaller than half a unit in the last place
-of the weight is lost at every step, always the same way. Such losses add up linearly (`lost`).
+with w the size of the weights, m that of the buffer, u that of the update, and g = Σ_t |δ_t||x_t|
+of the step, the *gross* gradient: a sum that cancels has the rounding of its parts. For plain
+SGD it is the familiar eps · √steps · max|W|. Where momentum lets an error act for 1/(1−μ) steps,
+or decay lets it fade, P knows.
+
+Two things are not random and add up linearly. A change smaller than a unit in the last place of the
+weight is lost at every step, always the same way: weights of a silent unit do not decay by 1e-8 a
+step in float32, whatever the rule says. So decay below resolution counts as `lost`, and an entry
+that should have moved by less than a unit per step may not have moved at all (`unmoved`). And the
+dual form's own factor 1 − ηλ is rounded once, in float64, and then used at every step.
 """
 
 from __future__ import annotations
@@ -23,11 +28,15 @@ from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dualform.learning_rules import ParameterLog, transitions
 
 Reals = NDArray[np.float64]
+
+DOUBLE = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True)
@@ -60,10 +69,10 @@ def drift(
     """
     matrix, vector = transitions(log)
     carried = _carried(gross, log)
-    small = eps / 2 * size
-    patience = 1.0 / np.maximum(1.0 - log.momentum, 1e-3)  # steps an update acts for
-    pull = np.abs(log.lr) * patience * (np.abs(log.weight_decay) * size + log.kappa * carried)
-    swallowed = np.where(log.applied & (pull < small), pull, 0.0)
+    acting = 1.0 / np.maximum(1.0 - log.momentum, 1e-3)  # for how many steps an update acts
+    decay = np.abs(log.lr * log.weight_decay) * acting
+    below = np.where(decay < eps, decay, 0.0) + np.where(decay > 0, DOUBLE, 0.0)
+    swallowed = np.where(log.applied, below, 0.0) * size
     noise = eps * eps / 12
     found = np.zeros((len(stops), 3))
     ww = wm = mm = buffer = lost = 0.0
@@ -124,6 +133,12 @@ def stretches(log: ParameterLog, stops: NDArray[np.int64]) -> list[Stretch]:
         found.append(Stretch(first, steps, whole))
         start = stop
     return found
+
+
+def unmoved(displacement: Tensor, size: Tensor | float, steps: int, eps: float) -> Tensor:
+    """How much of a displacement rounding may have lost: all of it, below a unit per step."""
+    distance = displacement.abs()
+    return torch.where(distance < steps * eps * size, distance, torch.zeros_like(distance))
 
 
 def _carried(gross: Reals, log: ParameterLog) -> Reals:

@@ -233,11 +233,22 @@ class Attention(Mapping[str, Spotlight]):
 
 def check_k(k: int) -> int:
     """How many to list, as a positive whole number."""
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+    if not is_whole(k) or k < 1:
         raise QueryError(f"k={k!r}: expected a whole number of at least 1")
     return int(k)
 
 
+def is_whole(number: Any) -> bool:
+    """Whether something is a whole number (True and False are not)."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
 def pattern_columns(patterns: Patterns, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """Every column of some patterns."""
-    return {name: patterns[name][rows] for name in patterns.names}
+    """Every column that says something about some patterns."""
+    columns = {name: patterns[name][rows] for name in patterns.names}
+    return {name: values for name, values in columns.items() if _says_something(values)}
+
+
+def _says_something(values: NDArray[Any]) -> bool:
+    missing = [v is None for v in values.tolist()] if values.dtype == object else []
+    return not (missing and all(missing))

@@ -35,7 +35,7 @@ class View:
 
     @property
     def drops_unresolved(self) -> bool:
-        """Whether a mask asked for parameters without patterns to fall back to their initial part."""
+        """Whether a mask asked that parameters without patterns fall back to their initial part."""
         return any(mask.unresolved == "drop" for mask in self.masks)
 
     def coefficients(self, parameter: str) -> Coefficients:

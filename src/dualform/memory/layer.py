@@ -1,4 +1,8 @@
-"""One layer's part of the memory: its keys and error signals, streamed block by block."""
+"""One layer's part of the memory: its keys and error signals, streamed block by block.
+
+The tensors handed out are mapped from disk: reading a block costs what the disk costs, and what was
+read can be forgotten by the system at any time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dualform.errors import QueryError
 from dualform.layers import Layer
 from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
@@ -16,7 +21,7 @@ from dualform.memory.segments import Segment
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive patterns of a layer. The tensors are mapped from disk: never write to them."""
+    """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them."""
 
     start: int
     keys: Tensor | None
@@ -62,15 +67,18 @@ class LayerMemory:
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
     ) -> Iterator[Block]:
         """All patterns in order, at most `size` at a time; nothing else is ever in RAM."""
+        if size < 1:
+            raise QueryError(f"blocks of {size} patterns were asked for; expected at least 1")
         start = 0
         for segment in self._segments:
             rows = segment.rows(self.name)
-            all_keys = segment.tensor("keys", self.name, self.in_features) if keys else None
-            all_signals = (
-                segment.tensor("error_signals", self.name, self.out_features)
-                if error_signals
-                else None
-            )
+            all_keys = all_signals = None
+            if keys:
+                all_keys = segment.tensor("keys", self.name, self.in_features, self.dtype)
+            if error_signals:
+                all_signals = segment.tensor(
+                    "error_signals", self.name, self.out_features, self.dtype
+                )
             for low in range(0, rows, size):
                 high = min(rows, low + size)
                 yield Block(
@@ -82,13 +90,13 @@ class LayerMemory:
 
     @property
     def keys(self) -> Tensor:
-        """Every key x_t, [T, d_in], in RAM. For large memories use `blocks`."""
+        """Every key x_t, [T, d_in], in RAM; for large memories use `blocks`."""
         blocks = [b.keys for b in self.blocks(1 << 30, error_signals=False) if b.keys is not None]
         return torch.cat(blocks) if blocks else torch.empty(0, self.in_features, dtype=self.dtype)
 
     @property
     def error_signals(self) -> Tensor:
-        """Every error signal δ_t as captured, [T, d_out], in RAM. For large memories use `blocks`."""
+        """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
         blocks = [
             b.error_signals for b in self.blocks(1 << 30, keys=False) if b.error_signals is not None
         ]

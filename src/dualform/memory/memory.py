@@ -6,6 +6,7 @@ memory may be opened while it is being recorded: it then ends at the last commit
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,50 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import MemoryFileError, QueryError
-from dualform.layers import Layer
-from dualform.learning_rules import ParameterLog, coefficients
+from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
 from dualform.memory import files
-from dualform.memory.files import TensorFile, WriterLock
+from dualform.memory.description import Buffer, Description, Parameter
+from dualform.memory.files import WRONG, TensorFile
 from dualform.memory.layer import LayerMemory
+from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
 
 Callback = Callable[[int, int], None]
 """Progress: called with (done, total)."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of the recorded model and how its training is accounted for.
-
-    `coverage` is "patterns" (every pattern known), "steps" (its gradient kept at every step),
-    "accumulated" (its learned part kept every so many steps) or "untrained".
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    coverage: str
-    layers: tuple[str, ...] = ()
-    role: str | None = None
-    eps: float = 0.0
-    """The relative rounding of the arithmetic that made its gradients (autocast: a coarser one)."""
-    accumulated_since: int | None = None
-
-    @property
-    def layer(self) -> str | None:
-        """The layer that uses it (the first, where several share it)."""
-        return self.layers[0] if self.layers else None
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A buffer of the recorded model: "recorded" if training changed it, else "constant"."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    coverage: str
 
 
 @dataclass(frozen=True)
@@ -87,12 +55,23 @@ class Memory:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
         self._manifest = manifest
+        self._opened: dict[str, LayerMemory] = {}
+        self._dictionaries: dict[str, list[str]] = {}
+        self._logs: dict[str, ParameterLog] = {}
         try:
-            self._read(manifest)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            described = Description(manifest)
+            self._segments = [Segment(path, entry) for entry in manifest["segments"]]
+            described.agree(self._segments)
+        except WRONG as error:
             raise MemoryFileError(
                 f"{path / files.MANIFEST} does not describe a memory: {error!r}"
             ) from error
+        self.steps, self.closed, self.exact = described.steps, described.closed, described.exact
+        self.parameters: Mapping[str, Parameter] = described.parameters
+        self.buffers: Mapping[str, Buffer] = described.buffers
+        self._described = described
+        self._order = {name: i for i, name in enumerate(self.parameters)}
+        self._look_at_files()
 
     @classmethod
     def open(cls, path: str | Path) -> Memory:
@@ -104,65 +83,23 @@ class Memory:
         directory = Path(path)
         return cls(directory, files.read_manifest(directory))
 
-    def _read(self, manifest: dict[str, Any]) -> None:
-        self.steps = int(manifest["steps"])
-        self.closed = bool(manifest["closed"])
-        self.exact = bool(manifest["exact"])
-        self.parameters: Mapping[str, Parameter] = {
-            p["name"]: Parameter(
-                p["name"],
-                tuple(map(int, p["shape"])),
-                _dtype(p["dtype"]),
-                str(p["coverage"]),
-                tuple(map(str, p["layers"])),
-                p["role"],
-                float(p["eps"]),
-                p["accumulated_since"],
-            )
-            for p in manifest["parameters"]
-        }
-        self._order = {name: i for i, name in enumerate(self.parameters)}
-        self.buffers: Mapping[str, Buffer] = {
-            b["name"]: Buffer(
-                b["name"], tuple(map(int, b["shape"])), _dtype(b["dtype"]), str(b["coverage"])
-            )
-            for b in manifest["buffers"]
-        }
-        self._kinds = {str(name): str(kind) for name, kind in manifest["columns"]}
-        self._segments = [Segment(self.path, entry) for entry in manifest["segments"]]
-        expected = 0
+    def _look_at_files(self) -> None:
+        """Is everything there, as long as it should be, and the initial state what it should be?"""
+        self._initial = TensorFile(self.path / files.INITIAL, self._described.initial)
+        for name, parameter in self.parameters.items():
+            self._initial.tensor(f"parameters/{name}", parameter.shape, parameter.dtype)
         for segment in self._segments:
-            if segment.first_step != expected:
-                raise ValueError(f"segment {segment.path.name} does not follow the one before")
-            expected = segment.end
-        if expected != self.steps:
-            raise ValueError(f"the segments hold {expected} steps, not {self.steps}")
-        self._initial = TensorFile(
-            self.path / files.INITIAL, files.written_file(manifest["initial"], self.path)
-        )
-        for segment in self._segments:
-            size = segment.path.stat().st_size if segment.path.exists() else -1
+            try:
+                size = segment.path.stat().st_size
+            except OSError:
+                size = -1
             if size != segment.written.bytes:
                 segment.file  # noqa: B018  # opening it says what is wrong
-        self._layers = {
-            entry["name"]: (
-                Layer(
-                    str(entry["name"]),
-                    str(entry["kind"]),
-                    str(entry["weight"]),
-                    entry["bias"],
-                    int(entry["in_features"]),
-                    int(entry["out_features"]),
-                ),
-                _dtype(entry["dtype"]),
-            )
-            for entry in manifest["layers"]
-        }
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The layers that have patterns, in the order the forward pass first used them."""
-        return tuple(self._layers)
+        return tuple(self._described.layers)
 
     def layer(self, name: str) -> LayerMemory:
         """One layer's keys, error signals and pattern columns.
@@ -171,29 +108,23 @@ class Memory:
             >>> memory.layer("fc1").keys.shape   # doctest: +SKIP
             torch.Size([38400, 64])
         """
-        if name not in self._layers:
+        if name not in self._described.layers:
             raise QueryError(
-                f"there is no layer {name!r} in {self.path}; it has {', '.join(self.layers) or 'none'}"
+                f"there is no layer {name!r} in {self.path}; it has "
+                f"{', '.join(self.layers) or 'none with patterns'}"
             )
-        return self._layer_memory(name)
-
-    def _layer_memory(self, name: str) -> LayerMemory:
         if name not in self._opened:
-            layer, dtype = self._layers[name]
+            layer, dtype = self._described.layers[name]
             patterns = Patterns(
-                name, self._segments, self._kinds, self._strings, self._values_anywhere
+                name, self._segments, self._described.columns, self._strings, self._values_anywhere
             )
             self._opened[name] = LayerMemory(layer, dtype, self._segments, patterns)
         return self._opened[name]
 
-    @cached_property
-    def _opened(self) -> dict[str, LayerMemory]:
-        return {}
-
     @property
     def columns(self) -> tuple[str, ...]:
         """The pattern columns: `step`, then what was tagged, then position, microbatch and call."""
-        return tuple(self._kinds)
+        return tuple(self._described.columns)
 
     def _strings(self, column: str) -> list[str]:
         if column not in self._dictionaries:
@@ -202,10 +133,6 @@ class Memory:
             ]
         return self._dictionaries[column]
 
-    @cached_property
-    def _dictionaries(self) -> dict[str, list[str]]:
-        return {}
-
     def _values_anywhere(self, column: str) -> set[Any]:
         return {v for name in self.layers for v in self.layer(name).patterns.values(column)}
 
@@ -213,58 +140,84 @@ class Memory:
         """What the optimizer did with a parameter at every step."""
         index = self._index(parameter)
         if parameter not in self._logs:
-            parts = [segment.log(index) for segment in self._segments]
+            parts = [segment.log(index, len(self._order)) for segment in self._segments]
             names = ParameterLog.__dataclass_fields__
             empty = ParameterLog.constant(0)
-            self._logs[parameter] = ParameterLog(
+            log = ParameterLog(
                 **{n: np.concatenate([getattr(p, n) for p in [empty, *parts]]) for n in names}
             )
+            self._refuse_unknown_rule(parameter, log)
+            self._logs[parameter] = log
         return self._logs[parameter]
 
-    @cached_property
-    def _logs(self) -> dict[str, ParameterLog]:
-        return {}
+    def _refuse_unknown_rule(self, parameter: str, log: ParameterLog) -> None:
+        numbers = [log.kappa, *(getattr(log, name) for name in HYPERPARAMETERS)]
+        unknown = np.flatnonzero(log.applied & ~np.isfinite(numbers).all(axis=0))
+        if not len(unknown):
+            return
+        if self.exact:
+            raise MemoryFileError(
+                f"{self.path} is damaged: the log of {parameter!r} at step {unknown[0]} holds "
+                "numbers that are not finite"
+            )
+        raise QueryError(
+            f"what the optimizer did with {parameter!r} at step {unknown[0]} is not known "
+            f"({'; '.join(self.remarks[:1])}), so there are no coefficients. Attention needs none"
+        )
 
     def initial(self, parameter: str) -> Tensor:
         """The parameter when recording began, W_0."""
-        self._index(parameter)
-        return self._initial.tensor(f"parameters/{parameter}")
+        return self._of_parameter("parameters", parameter)
 
     def initial_momentum(self, parameter: str) -> Tensor | None:
         """The optimizer's momentum buffer when recording began, m_0; None if there was none."""
         self._index(parameter)
-        name = f"momentum/{parameter}"
-        return self._initial.tensor(name) if name in self._initial.names else None
+        if f"momentum/{parameter}" not in self._initial.names:
+            return None
+        return self._of_parameter("momentum", parameter)
+
+    def _of_parameter(self, kind: str, parameter: str) -> Tensor:
+        self._index(parameter)
+        return self._initial.tensor(f"{kind}/{parameter}", self.parameters[parameter].shape)
 
     def step_gradients(self, parameter: str) -> Iterator[tuple[int, Tensor]]:
         """(step, gradient as applied) of a parameter covered step by step."""
         self._index(parameter)
+        shape = self.parameters[parameter].shape
         for segment in self._segments:
-            yield from segment.events("gradients", parameter)
+            yield from segment.events("gradients", parameter, shape)
 
     def learned(self, parameter: str, at: int) -> Tensor:
         """The learned part of a parameter without patterns after `at` updates, in float64."""
         self._index(parameter)
-        since = self.parameters[parameter].accumulated_since
+        self._refuse_beyond(at)
+        known = self.parameters[parameter]
+        if known.coverage == "patterns":
+            raise QueryError(
+                f"{parameter!r} was learned from patterns, which are kept one by one in its layers "
+                f"({', '.join(known.layers)}); its learned part is their sum, c_t δ_t x_t"
+            )
+        since = known.accumulated_since
         if since is None or at <= since:
             return self._summed(parameter, at)
-        known = self.learned_steps(parameter)
-        if at not in known:
-            near = sorted(known, key=lambda s: abs(s - at))[:2]
+        kept = self.learned_steps(parameter)
+        if at not in kept:
+            near = sorted(sorted([since, *kept], key=lambda s: abs(s - at))[:2])
             raise QueryError(
                 f"{parameter!r} is accounted for in accumulated form, which is kept only now and "
-                f"then: step {at} is not among them, the nearest are {sorted(near)}. Ask for one of "
+                f"then: step {at} is not among them, the nearest are {near}. Ask for one of "
                 "those, or record with a larger step_budget to keep every step"
             )
-        return known[at].file.tensor(f"learned/{parameter}")
+        return kept[at].file.tensor(f"learned/{parameter}", known.shape, torch.float64)
 
     def _summed(self, parameter: str, at: int) -> Tensor:
         """The learned part from the gradients kept step by step."""
         coefficient = coefficients(self.log(parameter), at).steps
         total = torch.zeros(self.parameters[parameter].shape, dtype=torch.float64)
         for step, gradient in self.step_gradients(parameter):
-            if step < at:
-                total += float(coefficient[step]) * gradient.double()
+            if step >= at:
+                break
+            total += float(coefficient[step]) * gradient.double()
         return total
 
     def learned_steps(self, parameter: str) -> dict[int, Segment]:
@@ -275,13 +228,17 @@ class Memory:
     def buffer(self, name: str, at: int | None = None) -> Tensor:
         """A buffer's value after `at` updates (default: the last recorded one)."""
         if name not in self.buffers:
-            raise QueryError(f"there is no buffer {name!r}; there are {', '.join(self.buffers)}")
+            raise QueryError(
+                f"there is no buffer {name!r}; there are {', '.join(self.buffers) or 'none'}"
+            )
         limit = self.steps if at is None else at
-        value = self._initial.tensor(f"buffers/{name}")
+        self._refuse_beyond(limit)
+        known = self.buffers[name]
+        value = self._initial.tensor(f"buffers/{name}", known.shape, known.dtype)
         for segment in self._segments:
             if segment.first_step >= limit:
                 break
-            for step, changed in segment.events("buffers", name):
+            for step, changed in segment.events("buffers", name, known.shape, known.dtype):
                 if step < limit:
                     value = changed
         return value
@@ -289,24 +246,22 @@ class Memory:
     @property
     def snapshot_steps(self) -> tuple[int, ...]:
         """The steps whose full weights are kept (the files may be deleted without harm)."""
-        return tuple(sorted(self._snapshots))
+        return tuple(
+            sorted(s for s in self._described.snapshots if self._snapshot_path(s).exists())
+        )
 
-    @property
-    def _snapshots(self) -> dict[int, TensorFile]:
-        entries = {int(e["step"]): e for e in self._manifest.get("snapshots", [])}
-        paths = {s: self.path / files.SNAPSHOTS / str(e["file"]) for s, e in entries.items()}
-        return {
-            step: TensorFile(path, files.written_file(entries[step], self.path))
-            for step, path in paths.items()
-            if path.exists()
-        }
+    def _snapshot_path(self, step: int) -> Path:
+        return self.path / files.SNAPSHOTS / self._described.snapshots[step].file
 
     def snapshot(self, step: int) -> dict[str, Tensor]:
         """Every parameter as it was after `step` updates, where a snapshot was kept."""
-        if step not in self._snapshots:
+        if step not in self.snapshot_steps:
             raise QueryError(f"no snapshot of step {step}; there are {list(self.snapshot_steps)}")
-        file = self._snapshots[step]
-        return {name: file.tensor(f"parameters/{name}") for name in self.parameters}
+        file = TensorFile(self._snapshot_path(step), self._described.snapshots[step])
+        return {
+            name: file.tensor(f"parameters/{name}", p.shape, p.dtype)
+            for name, p in self.parameters.items()
+        }
 
     @cached_property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
@@ -322,30 +277,32 @@ class Memory:
 
     def _projections(self, segment: Segment, kind: str) -> dict[str, Tensor]:
         return {
-            name: segment.file.tensor(f"{kind}/{name}")
-            for name in self.parameters
+            name: segment.file.tensor(f"{kind}/{name}", (parameter.height,), torch.float64)
+            for name, parameter in self.parameters.items()
             if f"{kind}/{name}" in segment.file.names
         }
 
     def probe(self, parameter: str) -> Tensor:
         """The random direction v of a parameter's fingerprint W v, float64."""
         self._index(parameter)
-        return self._initial.tensor(f"probes/{parameter}")
+        width = (self.parameters[parameter].width,)
+        return self._initial.tensor(f"probes/{parameter}", width, torch.float64)
 
     def sketch(self, parameter: str) -> Tensor:
         """The random direction u of a parameter's audit projection u·(G v), float64."""
         self._index(parameter)
-        return self._initial.tensor(f"sketches/{parameter}")
+        height = (self.parameters[parameter].height,)
+        return self._initial.tensor(f"sketches/{parameter}", height, torch.float64)
 
     def audit_projections(self, parameter: str) -> NDArray[np.float64]:
         """u·(gradient v) of every step, as seen in training just before the optimizer's step."""
         index = self._index(parameter)
-        parts = [s.file.array("log/projection")[:, index] for s in self._segments]
+        parts = [s.log_array("projection", len(self._order))[:, index] for s in self._segments]
         return np.concatenate([np.empty(0), *parts])
 
     @cached_property
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of the initial state and of the optimizer's log."""
+        """SHA-256 of the initial state, of the optimizer's log and of the manifest as read."""
         initial = hashlib.sha256()
         for name in sorted(self._initial.names):
             initial.update(name.encode())
@@ -355,21 +312,32 @@ class Memory:
             for name in sorted(n for n in segment.file.names if n.startswith("log/")):
                 log.update(name.encode())
                 log.update(_raw(segment.file.tensor(name)))
-        return {"initial": initial.hexdigest(), "log": log.hexdigest()}
+        manifest = hashlib.sha256(files.canonical(self._manifest))
+        return {
+            "initial": initial.hexdigest(),
+            "log": log.hexdigest(),
+            "manifest": manifest.hexdigest(),
+        }
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Sentences about what is missing, dropped or not explained; empty if all is well."""
-        remarks = [str(r) for r in self._manifest.get("remarks", [])]
         if self.closed:
-            return tuple(remarks)
+            return self._described.remarks
         if self.is_being_recorded:
-            return (*remarks, f"still being recorded; {self.steps} steps are committed")
-        trained = files.Progress.read(self.path)
-        lost = 0 if trained is None else max(0, trained - self.steps)
-        what = f"the {lost} steps after them are lost" if lost else "nothing after them was trained"
+            return (
+                *self._described.remarks,
+                f"still being recorded; {self.steps} steps are committed",
+            )
+        trained = Progress.read(self.path)
+        if trained is None:
+            what = "how many steps after them are lost cannot be told"
+        elif trained > self.steps:
+            what = f"the {trained - self.steps} steps after them are lost"
+        else:
+            what = "no further step was completed"
         return (
-            *remarks,
+            *self._described.remarks,
             f"the recording did not end normally: {self.steps} steps are committed, {what}",
         )
 
@@ -381,22 +349,33 @@ class Memory:
     @property
     def environment(self) -> dict[str, Any]:
         """Versions, platform, optimizer: what the run was recorded with."""
-        return dict(self._manifest.get("environment", {}))
+        return dict(self._described.environment)
 
     @property
     def bytes_on_disk(self) -> int:
         """The size of everything this memory keeps on disk."""
-        return sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
+        total = 0
+        for file in self.path.rglob("*"):
+            with contextlib.suppress(OSError):  # a recorder may have taken it away just now
+                total += file.stat().st_size if file.is_file() else 0
+        return total
 
     def check(self, progress: Callback | None = None) -> None:
-        """Read every byte and compare it with its checksum; `MemoryFileError` says where it differs."""
-        all_files = [self._initial, *(s.file for s in self._segments)]
-        for done, file in enumerate(all_files):
+        """Read every byte and compare it with its checksum.
+
+        `MemoryFileError` names the file, the place and the tensors that do not match.
+        """
+        kept = [self._initial, *(s.file for s in self._segments)]
+        kept += [
+            TensorFile(self._snapshot_path(s), self._described.snapshots[s])
+            for s in self.snapshot_steps
+        ]
+        for done, file in enumerate(kept):
             if progress is not None:
-                progress(done, len(all_files))
+                progress(done, len(kept))
             file.check()
         if progress is not None:
-            progress(len(all_files), len(all_files))
+            progress(len(kept), len(kept))
 
     def refresh(self) -> Memory:
         """The same memory with everything committed since; this object stays as it is."""
@@ -404,7 +383,8 @@ class Memory:
 
     def __repr__(self) -> str:
         state = "" if self.closed else ", not closed"
-        return f"Memory({str(self.path)!r}: {self.steps} steps, layers {', '.join(self.layers)}{state})"
+        layers = ", ".join(self.layers) or "none"
+        return f"Memory({str(self.path)!r}: {self.steps} steps, layers {layers}{state})"
 
     def _index(self, parameter: str) -> int:
         if parameter not in self._order:
@@ -413,12 +393,9 @@ class Memory:
             )
         return self._order[parameter]
 
-
-def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}")
-    return dtype
+    def _refuse_beyond(self, at: int) -> None:
+        if not 0 <= at <= self.steps:
+            raise QueryError(f"step {at} was asked for, but {self.path} holds 0 to {self.steps}")
 
 
 def _raw(tensor: Tensor) -> bytes:

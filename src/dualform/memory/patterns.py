@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dualform.errors import QueryError
+from dualform.errors import MemoryFileError, QueryError
 from dualform.memory.files import NO_VALUE
 from dualform.memory.segments import Segment
+
+NUMBER = (int, float, np.number, np.bool_)
 
 
 class Patterns:
@@ -40,6 +42,7 @@ class Patterns:
         self._strings = strings
         self._elsewhere = elsewhere
         self._stored: dict[str, NDArray[Any]] = {}
+        self._dictionaries: dict[str, dict[str, int]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,8 +65,15 @@ class Patterns:
             return stored
         missing = stored == NO_VALUE
         if kind == "string":
-            dictionary = np.array([*self._strings(column), None], dtype=object)
-            decoded: NDArray[Any] = dictionary[np.where(missing, len(dictionary) - 1, stored)]
+            strings = self._strings(column)
+            known = len(strings)
+            codes = np.where(missing, known, stored)
+            if ((codes < 0) | (codes > known)).any():
+                raise MemoryFileError(
+                    f"column {column!r} of layer {self._layer!r} refers to strings that are not "
+                    "in the memory: it is damaged. `check()` says where"
+                )
+            decoded: NDArray[Any] = np.array([*strings, None], dtype=object)[codes]
             return decoded
         values = stored.astype(bool) if kind == "bool" else stored
         if missing.any():
@@ -89,17 +99,19 @@ class Patterns:
 
     def values(self, column: str) -> list[Any]:
         """The distinct values of a column, sorted; no-value left out."""
-        return (
-            sorted({v for v in np.unique(self[column].astype(object)) if v is not None})
-            if len(self)
-            else []
-        )
+        stored, kind = self._column(column), self._kinds[column]
+        if kind == "string":
+            return sorted({v for v in self[column].tolist() if v is not None})
+        distinct = np.unique(stored)
+        if kind == "float":
+            return [float(v) for v in distinct if not np.isnan(v)]
+        return [bool(v) if kind == "bool" else int(v) for v in distinct if v != NO_VALUE]
 
     def _column(self, column: str) -> NDArray[Any]:
         if column not in self._kinds:
             raise QueryError(
-                f"there is no column {column!r}; the patterns have {', '.join(self.names)}. Columns "
-                "are what recorder.tag(...) was given during training"
+                f"there is no column {column!r}; the patterns have {', '.join(self.names)}. "
+                "Columns are what recorder.tag(...) was given during training"
             )
         if column not in self._stored:
             self._stored[column] = self._read(column)
@@ -107,13 +119,13 @@ class Patterns:
 
     def _read(self, column: str) -> NDArray[Any]:
         is_float = self._kinds[column] == "float"
-        parts = []
+        dtype, blank = (torch.float64, np.nan) if is_float else (torch.int64, NO_VALUE)
+        parts: list[NDArray[Any]] = [np.empty(0, np.float64 if is_float else np.int64)]
         for segment in self._segments:
-            part = segment.column(self._layer, column)
-            if part is None:
-                part = np.full(segment.rows(self._layer), np.nan if is_float else NO_VALUE)
-            parts.append(part.astype(np.float64 if is_float else np.int64))
-        return np.concatenate(parts) if parts else np.empty(0, float if is_float else np.int64)
+            part = segment.column(self._layer, column, dtype)
+            rows = segment.rows(self._layer)
+            parts.append(np.full(rows, blank, parts[0].dtype) if part is None else part)
+        return np.concatenate(parts)
 
     def _meets(self, column: str, condition: Any) -> NDArray[np.bool_]:
         stored = self._column(column)
@@ -121,22 +133,18 @@ class Patterns:
             return self._in_range(column, stored, condition)
         if isinstance(condition, torch.Tensor):
             condition = condition.cpu().numpy()
-        if isinstance(condition, str) or not isinstance(condition, Iterable):
+        if isinstance(condition, np.ndarray):
+            wanted = condition.ravel().tolist()
+        elif isinstance(condition, str) or not isinstance(condition, Iterable):
             wanted = [condition]
         else:
-            wanted = (
-                list(np.asarray(condition).ravel())
-                if isinstance(condition, np.ndarray)
-                else list(condition)
-            )
+            wanted = list(condition)
         codes = [self._code(column, value) for value in wanted]
-        array = np.array(codes, dtype=stored.dtype) if codes else np.empty(0, stored.dtype)
-        found = np.isin(stored, array)
-        unmet = set(codes) - set(stored[found].tolist()) if codes else set()
-        if unmet:
-            self._refuse_unknown(
-                column, [v for v, c in zip(wanted, codes, strict=True) if c in unmet]
-            )
+        stored_as = [code for code in codes if code is not None]
+        found = np.isin(stored, np.array(stored_as, dtype=stored.dtype))
+        met = set(stored[found].tolist())
+        if unmet := [v for v, c in zip(wanted, codes, strict=True) if c is None or c not in met]:
+            self._refuse_unknown(column, unmet)
         return found
 
     def _in_range(self, column: str, stored: NDArray[Any], condition: slice) -> NDArray[np.bool_]:
@@ -145,9 +153,11 @@ class Patterns:
                 f"{column}={condition} was asked for; a range takes a number column and no stride, "
                 f"and {column!r} is of kind {self._kinds[column]}"
             )
-        chosen = (
-            np.ones(len(stored), bool) if self._kinds[column] == "float" else stored != NO_VALUE
-        )
+        for bound in (condition.start, condition.stop):
+            if bound is not None and not isinstance(bound, NUMBER):
+                raise QueryError(f"{column}={condition} was asked for; a range goes by numbers")
+        is_float = self._kinds[column] == "float"
+        chosen = np.ones(len(stored), bool) if is_float else stored != NO_VALUE
         if condition.start is not None:
             chosen &= stored >= condition.start
         if condition.stop is not None:
@@ -155,17 +165,23 @@ class Patterns:
         return chosen
 
     def _code(self, column: str, value: Any) -> Any:
-        """How a value asked for is stored; strings are codes of the dictionary."""
+        """How a value asked for is stored (strings: a code), None if it cannot be stored."""
         kind = self._kinds[column]
-        if kind == "string":
-            dictionary = self._strings(column)
-            return dictionary.index(value) if value in dictionary else len(dictionary)
-        is_number = isinstance(value, (int, float, bool, np.number, np.bool_))
-        if not is_number or (kind == "int" and float(value) != int(value)):
+        fits = isinstance(value, str) if kind == "string" else isinstance(value, NUMBER)
+        if not fits or (kind in ("int", "bool") and value != value // 1):
             raise QueryError(
                 f"{column}={value!r} was asked for, but {column!r} is a column of kind {kind}"
             )
-        return float(value) if kind == "float" else int(value)
+        if kind == "string":
+            return self._codes(column).get(value)
+        if kind == "float":
+            return float(value)
+        return int(value) if NO_VALUE < value < -NO_VALUE else None
+
+    def _codes(self, column: str) -> dict[str, int]:
+        if column not in self._dictionaries:
+            self._dictionaries[column] = {s: i for i, s in enumerate(self._strings(column))}
+        return self._dictionaries[column]
 
     def _refuse_unknown(self, column: str, values: list[Any]) -> None:
         known = set(self._elsewhere(column))

@@ -1,34 +1,49 @@
 """The committed segments of a memory, read as one long run.
 
 A segment holds whole steps: their patterns, the patterns' columns, the optimizer's log, and the
-fingerprints of every parameter after its last step. This file puts the pieces back in a row.
+fingerprints of every parameter after its last step. Everything read here is compared with what the
+manifest says of it: a segment in another's place, a column too short, a step that lies elsewhere is
+an error that names the file, never a wrong number.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import MemoryFileError
 from dualform.learning_rules import HYPERPARAMETERS, ParameterLog
-from dualform.memory.files import SEGMENTS, TensorFile, WrittenFile, written_file
+from dualform.memory.files import SEGMENTS, WRONG, TensorFile, count, numbered_file, text
+
+LOG_TYPES = {
+    "applied": torch.uint8,
+    "kappa": torch.float64,
+    "first": torch.int64,
+    "fresh": torch.uint8,
+    "group": torch.int32,
+    "projection": torch.float64,
+}
+"""What the log keeps of every step and parameter, [S, P]."""
 
 
 class Segment:
     """One committed segment; its file is opened when it is first asked for something."""
 
     def __init__(self, directory: Path, entry: dict[str, Any]) -> None:
-        self.written: WrittenFile = written_file(entry, directory)
+        self.written = numbered_file(entry)
         self.path = directory / SEGMENTS / self.written.file
-        self.first_step = int(entry["first_step"])
-        self.steps = int(entry["steps"])
+        self.first_step = count(entry["first_step"])
+        self.steps = count(entry["steps"])
+        self._rows = {text(name): count(rows) for name, rows in entry["rows"].items()}
         self._file: TensorFile | None = None
+        self._tables: dict[str, int] = {}
 
     @property
     def end(self) -> int:
@@ -38,34 +53,48 @@ class Segment:
     @property
     def file(self) -> TensorFile:
         if self._file is None:
-            self._file = TensorFile(self.path, self.written)
+            file = TensorFile(self.path, self.written)
+            self._read_metadata(file.metadata)
+            self._file = file
         return self._file
 
+    def _read_metadata(self, metadata: dict[str, Any]) -> None:
+        try:
+            seen = (count(metadata["first_step"]), count(metadata["steps"]))
+            layers = metadata["layers"]
+            rows = {text(name): count(layer["rows"]) for name, layer in layers.items()}
+            self._tables = {name: count(layer["table"]) for name, layer in layers.items()}
+        except WRONG as error:
+            raise self._wrong(f"it does not say what it holds ({error!r})") from error
+        if seen != (self.first_step, self.steps) or rows != self._rows:
+            raise self._wrong(
+                f"it holds {seen[1]} steps from step {seen[0]} on with {sum(rows.values())} "
+                f"patterns, the manifest says {self.steps} from step {self.first_step} on with "
+                f"{sum(self._rows.values())}"
+            )
+
+    def _wrong(self, why: str) -> MemoryFileError:
+        return MemoryFileError(f"{self.path} is damaged or belongs to another memory: {why}")
+
     def rows(self, layer: str) -> int:
-        return int(self._layer(layer).get("rows", 0))
+        """How many patterns of a layer are in this segment."""
+        return self._rows.get(layer, 0)
 
-    def tensor(self, kind: str, layer: str, width: int) -> Tensor:
+    def tensor(self, kind: str, layer: str, width: int, dtype: torch.dtype) -> Tensor:
         """`keys` or `error_signals` of a layer: [rows, width]."""
-        tensor = self.file.tensor(f"{kind}/{layer}")
-        expected = (self.rows(layer), width)
-        if tuple(tensor.shape) != expected:
-            raise MemoryFileError(
-                f"{self.path}: {kind} of layer {layer!r} have shape {tuple(tensor.shape)}, "
-                f"expected {expected}"
-            )
-        return tensor
+        return self.file.tensor(f"{kind}/{layer}", (self.rows(layer), width), dtype)
 
-    def column(self, layer: str, name: str) -> NDArray[Any] | None:
+    def column(self, layer: str, name: str, dtype: torch.dtype) -> NDArray[Any] | None:
         """A stored column of a layer's rows; None where this segment has no such column."""
-        stored = f"patterns/{self._layer(layer).get('table', 0)}/{name}"
-        if stored not in self.file.names:
+        file = self.file
+        stored = f"patterns/{self._tables.get(layer, 0)}/{name}"
+        if stored not in file.names:
+            if name == "step":
+                raise self._wrong(f"the patterns of layer {layer!r} have no steps")
             return None
-        values = self.file.array(stored)
-        if values.shape != (self.rows(layer),):
-            raise MemoryFileError(
-                f"{self.path}: column {name!r} of layer {layer!r} has shape {values.shape}, "
-                f"expected ({self.rows(layer)},)"
-            )
+        values = file.array(stored, (self.rows(layer),), dtype)
+        if name == "step":
+            self._compare_steps(values, f"patterns of layer {layer!r}")
         return values
 
     def strings(self, column: str) -> list[str]:
@@ -74,33 +103,53 @@ class Segment:
         if stored not in self.file.names:
             return []
         try:
-            strings = json.loads(self.file.array(stored).tobytes())
-        except ValueError as error:
-            raise MemoryFileError(f"{self.path}: the strings of {column!r} are damaged") from error
-        return [str(s) for s in strings]
+            strings = json.loads(self.file.array(stored, dtype=torch.uint8).tobytes())
+            return [text(s) for s in strings]
+        except WRONG as error:
+            raise self._wrong(f"the strings of column {column!r} cannot be read") from error
 
-    def events(self, kind: str, name: str) -> Iterator[tuple[int, Tensor]]:
+    def events(
+        self, kind: str, name: str, shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """`gradients` or `buffers` stored step by step: (step, value)."""
         if f"{kind}/{name}/step" not in self.file.names:
             return
-        values = self.file.tensor(f"{kind}/{name}/value")
-        for step, value in zip(self.file.array(f"{kind}/{name}/step"), values, strict=True):
-            yield int(step), value
+        steps = self.file.array(f"{kind}/{name}/step", dtype=torch.int64)
+        if steps.ndim != 1 or (np.diff(steps) <= 0).any():
+            raise self._wrong(f"the {kind} of {name!r} are not in the order of their steps")
+        self._compare_steps(steps, f"{kind} of {name!r}")
+        values = self.file.tensor(f"{kind}/{name}/value", (len(steps), *shape), dtype)
+        yield from zip(steps.tolist(), values, strict=True)
 
-    def log(self, index: int) -> ParameterLog:
-        """The log of the parameter at this place in the manifest's list."""
-        file = self.file
-        group = file.array("log/group")[:, index]
-        settings = file.array("log/hyperparameters")[np.arange(self.steps), np.maximum(group, 0)]
+    def _compare_steps(self, steps: NDArray[Any], what: str) -> None:
+        if len(steps) and not (self.first_step <= steps.min() and steps.max() < self.end):
+            raise self._wrong(
+                f"{what} belong to steps {steps.min()} to {steps.max()}, outside of its own "
+                f"{self.first_step} to {self.end - 1}"
+            )
+
+    def log_array(self, name: str, parameters: int) -> NDArray[Any]:
+        """One of `LOG_TYPES`, [S, P]."""
+        return self.file.array(f"log/{name}", (self.steps, parameters), LOG_TYPES[name])
+
+    def log(self, index: int, parameters: int) -> ParameterLog:
+        """The log of the parameter at this place in the manifest's list of them."""
+        columns = {name: self.log_array(name, parameters)[:, index] for name in LOG_TYPES}
+        settings = self.file.array("log/hyperparameters", dtype=torch.float64)
+        applied = columns["applied"].astype(bool)
+        group = np.where(applied, columns["group"], 0)
+        first = np.where(applied, columns["first"], 0)
+        if settings.ndim != 3 or settings.shape[::2] != (self.steps, len(HYPERPARAMETERS)):
+            raise self._wrong(f"its log of hyper-parameters has shape {settings.shape}")
+        if ((group < 0) | (group >= settings.shape[1])).any():
+            raise self._wrong("its log names a parameter group that is not there")
+        if ((first < 0) | (first > np.arange(self.first_step, self.end))).any():
+            raise self._wrong("its log takes patterns from steps that were still to come")
+        of_step = settings[np.arange(self.steps), group]
         return ParameterLog(
-            applied=file.array("log/applied")[:, index].astype(bool),
-            kappa=file.array("log/kappa")[:, index],
-            first=file.array("log/first")[:, index],
-            fresh=file.array("log/fresh")[:, index].astype(bool),
-            **{name: settings[:, i] for i, name in enumerate(HYPERPARAMETERS)},
+            applied=applied,
+            kappa=columns["kappa"],
+            first=columns["first"],
+            fresh=columns["fresh"].astype(bool),
+            **{name: of_step[:, i] for i, name in enumerate(HYPERPARAMETERS)},
         )
-
-    def _layer(self, layer: str) -> dict[str, Any]:
-        layers = self.file.metadata.get("layers", {})
-        entry = layers.get(layer, {}) if isinstance(layers, dict) else {}
-        return entry if isinstance(entry, dict) else {}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.memory import files
-from dualform.memory.files import TensorBytes, tensor_bytes, write_manifest, write_tensor_file
+from dualform.memory.liveness import PROGRESS, Progress, WriterLock
+from dualform.memory.tensor_files import (
+    TensorBytes,
+    stacked_bytes,
+    tensor_bytes,
+    write_tensor_file,
+)
 
 Array = NDArray[Any]
 
@@ -56,11 +62,12 @@ class SegmentContent:
         small |= {f"learned/{name}": value for name, value in self.learned.items()}
         for name, strings in self.strings.items():
             small[f"strings/{name}"] = np.frombuffer(json.dumps(strings).encode(), np.uint8).copy()
+        written = [tensor_bytes(name, value) for name, value in small.items()]
         for kind, events in (("gradients", self.gradients), ("buffers", self.buffers)):
             for name, (steps, values) in events.items():
-                small[f"{kind}/{name}/step"] = np.array(steps, np.int64)
-                small[f"{kind}/{name}/value"] = torch.stack(values)
-        return [*(tensor_bytes(name, value) for name, value in small.items()), *self.patterns]
+                written.append(tensor_bytes(f"{kind}/{name}/step", np.array(steps, np.int64)))
+                written.append(stacked_bytes(f"{kind}/{name}/value", values))
+        return [*written, *self.patterns]
 
     def metadata(self) -> dict[str, Any]:
         layers = {n: {"rows": r, "table": self.table_of[n]} for n, r in self.rows.items()}
@@ -85,13 +92,16 @@ class MemoryWriter:
 
     def __init__(self, path: Path, *, overwrite: bool) -> None:
         self.path = path
-        _claim(path, overwrite=overwrite)
-        self.lock = files.WriterLock(path)
+        with _refusing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            _claim(path, overwrite=overwrite)
+            self.lock = WriterLock(path)
         try:
-            if overwrite:
+            with _refusing(path):
+                _claim(path, overwrite=overwrite)  # another recorder may have come and gone
                 _clear(path)
-            (path / files.SEGMENTS).mkdir(exist_ok=True)
-            self.progress = files.Progress(path)
+                (path / files.SEGMENTS).mkdir(exist_ok=True)
+                self.progress = Progress(path)
         except BaseException:
             self.lock.release()
             raise
@@ -99,13 +109,15 @@ class MemoryWriter:
         self._segments: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
         self._initial: dict[str, Any] = {}
+        self._description: dict[str, Any] = {}
 
     def begin(self, initial: Mapping[str, Tensor | Array], description: dict[str, Any]) -> None:
         """Write the initial state and the first, empty commit."""
         tensors = [tensor_bytes(name, value) for name, value in initial.items()]
-        written = write_tensor_file(self.path / files.INITIAL, tensors, {}, direct=False)
-        self._initial = written.to_json()
-        self._write_manifest(description, closed=False)
+        with _refusing(self.path):
+            written = write_tensor_file(self.path / files.INITIAL, tensors, {}, direct=False)
+            self._initial = written.to_json()
+            self._write_manifest(description, closed=False)
 
     def commit(self, content: SegmentContent, description: dict[str, Any]) -> None:
         """Write a segment and make it part of the memory."""
@@ -113,11 +125,14 @@ class MemoryWriter:
         directory = self.path / files.SEGMENTS
         written = write_tensor_file(directory / name, content.tensors(), content.metadata())
         files.sync_directory(directory)
-        self._segments.append(
-            written.to_json() | {"first_step": content.first_step, "steps": content.steps}
-        )
+        entry = written.to_json() | {
+            "first_step": content.first_step,
+            "steps": content.steps,
+            "rows": content.rows,
+        }
+        self._write_manifest(description, closed=False, segment=entry)
+        self._segments.append(entry)
         self.committed_steps += content.steps
-        self._write_manifest(description, closed=False)
 
     def keep_snapshot(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Write all weights of a step beside the segments; named by the next commit."""
@@ -126,60 +141,112 @@ class MemoryWriter:
         tensors = [tensor_bytes(f"parameters/{name}", value) for name, value in weights.items()]
         path = directory / f"{step:09d}.safetensors"
         written = write_tensor_file(path, tensors, {"step": step}, direct=False)
+        files.sync_directory(directory)
         self._snapshots.append(written.to_json() | {"step": step})
 
     def end(self, description: dict[str, Any], *, closed: bool) -> None:
         """The last commit; `closed` says that the recording ended normally."""
-        self._write_manifest(description, closed=closed)
+        with _refusing(self.path):
+            self._write_manifest(description, closed=closed)
+
+    def give_up(self, remark: str) -> None:
+        """Say in the memory why it ends at its last commit."""
+        remarks = [*self._description.get("remarks", []), remark]
+        self._write_manifest(self._description | {"remarks": remarks}, closed=False)
 
     def release(self) -> None:
+        """Let go of the directory. May be called again."""
         self.progress.close()
         self.lock.release()
 
-    def _write_manifest(self, description: dict[str, Any], *, closed: bool) -> None:
+    def _write_manifest(
+        self,
+        description: dict[str, Any],
+        *,
+        closed: bool,
+        segment: dict[str, Any] | None = None,
+    ) -> None:
         manifest = description | {
             "format": files.FORMAT,
             "schema": files.SCHEMA,
             "closed": closed,
-            "steps": self.committed_steps,
+            "steps": self.committed_steps + (segment["steps"] if segment else 0),
             "initial": self._initial,
-            "segments": self._segments,
+            "segments": [*self._segments, segment] if segment else self._segments,
             "snapshots": self._snapshots,
         }
-        write_manifest(self.path, manifest)
+        files.write_manifest(self.path, manifest)
+        self._description = description
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """A directory that cannot be written to is an error of recording that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordingError(
+            f"{path} cannot be used as the directory of a memory: {error.strerror or error}. "
+            "Choose a directory that can be written to, on a disk with space"
+        ) from error
 
 
 def _claim(path: Path, *, overwrite: bool) -> None:
-    """Make sure the directory is there and is ours to write to; touch nothing in it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        names = {entry.name for entry in path.iterdir()}
-    except OSError as error:
-        raise RecordingError(
-            f"{path} cannot be used as the directory of a memory: {error.strerror}"
-        ) from error
-    foreign = _foreign(names)
+    """Make sure the directory is ours to write to; touch nothing in it."""
+    names = {entry.name for entry in path.iterdir()}
+    foreign = sorted(_foreign(path, names))
     if foreign:
         raise RecordingError(
-            f"{path} holds files that are not a memory's ({', '.join(sorted(foreign)[:5])}); nothing "
-            "was touched. Choose an empty or a new directory"
+            f"{path} holds files that are not a memory's ({', '.join(foreign[:5])}); nothing was "
+            "touched. Choose an empty or a new directory"
         )
-    if files.MANIFEST in names and not overwrite:
+    if overwrite:
+        return
+    if files.MANIFEST in names:
         raise RecordingError(
             f"{path} already holds a recorded memory; nothing was touched. Choose another path, or "
             "pass overwrite=True to delete that memory and record anew"
         )
+    if _numbered(path):
+        raise RecordingError(
+            f"{path} holds recorded segments, but the {files.MANIFEST} that explains them is gone; "
+            "nothing was touched. Restore it, choose another path, or pass overwrite=True to "
+            "delete them and record anew"
+        )
 
 
-def _foreign(names: Sequence[str] | set[str]) -> set[str]:
-    return set(names) - files.OWN_NAMES
+def _foreign(path: Path, names: set[str]) -> Iterator[str]:
+    """Whatever was not made by a recorder: no `overwrite` may ever delete it."""
+    yield from names - files.OWN_NAMES
+    manifest = path / files.MANIFEST
+    if files.MANIFEST in names and not (
+        manifest.is_file() and files.FORMAT.encode() in manifest.read_bytes()
+    ):
+        yield files.MANIFEST
+    for name in {files.SEGMENTS, files.SNAPSHOTS} & names:
+        if not (path / name).is_dir():
+            yield name
+            continue
+        for entry in (path / name).iterdir():
+            if not files.NUMBERED.fullmatch(entry.name) or entry.is_dir():
+                yield f"{name}/{entry.name}"
+
+
+def _numbered(path: Path) -> list[Path]:
+    return [
+        file
+        for name in (files.SEGMENTS, files.SNAPSHOTS)
+        if (path / name).is_dir()
+        for file in (path / name).iterdir()
+        if files.NUMBERED.fullmatch(file.name)
+    ]
 
 
 def _clear(path: Path) -> None:
     """Delete an earlier memory; the manifest goes first, so that no half of it looks whole."""
     (path / files.MANIFEST).unlink(missing_ok=True)
     files.sync_directory(path)
-    for name in (files.SEGMENTS, files.SNAPSHOTS):
-        shutil.rmtree(path / name, ignore_errors=True)
-    for name in (files.INITIAL, files.PROGRESS, files.MANIFEST + ".tmp"):
+    for file in _numbered(path):
+        file.unlink()
+    for name in (files.INITIAL, PROGRESS, files.TEMPORARY):
         (path / name).unlink(missing_ok=True)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-logger = logging.getLogger("dualform")
+from dualform.recording.audit import Transition
 
-Array = np.ndarray[Any, Any]
+logger = logging.getLogger("dualform")
 
 SMALL_BUFFER = 1 << 16
 """Buffers of at most this many elements are compared by value at every step, larger ones by version."""
@@ -32,10 +31,9 @@ class Accumulated:
     weights: Tensor
     momentum: Tensor
 
-    def advance(self, matrix: Array, vector: Array, gradient: Tensor) -> None:
-        (ww, wm), (mw, mm) = matrix.tolist()
-        nw, nm = vector.tolist()
-        exact = gradient.detach().cpu().double()
+    def advance(self, transition: Transition, gradient: Tensor) -> None:
+        ww, wm, mw, mm, nw, nm = transition
+        exact = gradient.double()
         moved = ww * self.weights + wm * self.momentum + nw * exact
         self.momentum = mw * self.weights + mm * self.momentum + nm * exact
         self.weights = moved
@@ -53,7 +51,7 @@ class StepAccounts:
         self,
         step: int,
         gradients: Mapping[str, Tensor],
-        transitions: Mapping[str, tuple[Array, Array]],
+        transitions: Mapping[str, Transition],
         learned_now: Callable[[str], Accumulated],
     ) -> dict[str, Tensor]:
         """Called after the update: the gradients to be stored with this step.
@@ -65,10 +63,10 @@ class StepAccounts:
         for name, gradient in gradients.items():
             size = gradient.numel() * gradient.element_size()
             if name in self._states:
-                self._states[name].advance(*transitions[name], gradient)
+                self._states[name].advance(transitions[name], gradient)
             elif size <= self._left:
                 self._left -= size
-                stored[name] = gradient.detach().cpu().clone()
+                stored[name] = gradient
             else:
                 logger.warning(
                     "dualform: the step budget is used up; %s is accumulated from step %d on",
@@ -93,6 +91,18 @@ class BufferWatch:
         self._last = dict(self.values)
         self._versions = {name: b._version for name, b in self._buffers.items()}
         self.changed: set[str] = set()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The manifest's entries."""
+        return [
+            {
+                "name": name,
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "coverage": "recorded" if name in self.changed else "constant",
+            }
+            for name, value in self.values.items()
+        ]
 
     def changes(self) -> dict[str, Tensor]:
         """Every buffer that differs from when this was last asked, as it is now."""

@@ -28,8 +28,12 @@ SLACK_GRADIENT = 32.0
 SLACK_WEIGHTS = 48.0
 """How many times eps · √steps · scale the two sides of question 2 may differ by."""
 
-TURNS = 8
+TURNS = 16
 """In how many steps all rows of a large parameter are compared with their prediction."""
+
+
+Transition = tuple[float, float, float, float, float, float]
+"""M and κN of one step: (M_ww, M_wm, M_mw, M_mm, N_w, N_m)."""
 
 
 class Unexplained(Exception):
@@ -71,7 +75,7 @@ class ParameterAudit:
         self.spread = self._largest_row(matrix)
         self.travel = 0.0
         self.steps = 0
-        self.initial_share = np.eye(2)  # how much of (W_0, m_0) is in (W, m) now
+        self.initial_share = (1.0, 0.0, 0.0, 1.0)  # how much of (W_0, m_0) is in (W, m) now
         self.first = 0
         self.forget(0)
 
@@ -84,35 +88,44 @@ class ParameterAudit:
         self.expected = np.zeros(len(self.sketch))
         self.gross = 0.0
 
-    def see_keys(self, keys: Tensor, error_signals: Tensor, size: float) -> None:
-        """Patterns of a weight: Σ δ (x·v). `size` is ‖δ‖·‖x‖ of the whole batch."""
-        self.gradient_eps = max(self.gradient_eps, epsilon(error_signals.dtype))
-        projected = keys.to(self.probe.dtype) @ self.probe
-        part = error_signals.to(self.probe.dtype).T @ projected
+    def see(self, part: Tensor, gross: float, eps: float) -> None:
+        """Patterns that will be in the gradient: their Σ δ (x·v), and how large its terms are."""
         self.expected += part.cpu().numpy()
-        self.gross += size / sqrt(max(1, len(self.probe)))
-        self.uses += 1
-
-    def see_ones(self, error_signals: Tensor, size: float) -> None:
-        """Patterns of a bias: the key is the constant 1."""
-        self.gradient_eps = max(self.gradient_eps, epsilon(error_signals.dtype))
-        self.expected += error_signals.to(self.probe.dtype).sum(0).cpu().numpy()
-        self.gross += size
+        self.gross += gross
+        self.gradient_eps = max(self.gradient_eps, eps)
         self.uses += 1
 
     def gradient_projection(self, gradient: Tensor) -> NDArray[np.float64]:
         """grad·v, [d0]."""
-        projected = as_matrix(gradient).to(self.probe.dtype) @ self.probe
-        return projected.cpu().numpy().astype(np.float64)
+        if len(self.probe) == 1:
+            # a copy: the optimizer may overwrite the gradient (foreach, fused)
+            return gradient.detach().reshape(-1).double().cpu().numpy().copy()
+        projected = torch.mv(as_matrix(gradient.detach()).to(self.probe.dtype), self.probe)
+        return projected.double().cpu().numpy()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what the patterns sum to is a number at all."""
+        return bool(np.isfinite(self.expected).all())
+
+    @property
+    def expects_nothing(self) -> bool:
+        """Whether the patterns seen sum to zero, up to rounding: an input of zeros, say."""
+        return self.uses > 0 and _norm(self.expected) <= self._gradient_bound
+
+    @property
+    def _gradient_bound(self) -> float:
+        """Relative rounding; and below the smallest normal number all rounding is absolute."""
+        smallest = torch.finfo(self.probe.dtype).tiny
+        return SLACK_GRADIENT * self.gradient_eps * self.gross + smallest
 
     def explain(self, projected: NDArray[np.float64]) -> float:
         """κ with grad·v = κ Σ δ (x·v), or `Unexplained`."""
-        expected = self.expected
-        if not np.isfinite(projected).all() or not np.isfinite(expected).all():
-            raise Unexplained("its gradient is not finite (NaN or infinite)")
-        bound = SLACK_GRADIENT * self.gradient_eps * self.gross
+        expected, bound = self.expected, self._gradient_bound
         if _norm(projected - expected) <= bound:
             return 1.0
+        if not (np.isfinite(projected).all() and np.isfinite(expected).all()):
+            raise Unexplained("its gradient is not finite (NaN or infinite)")
         size = float(expected @ expected)
         kappa = float(expected @ projected) / size if size else 0.0
         residual = _norm(projected - kappa * expected)
@@ -128,37 +141,34 @@ class ParameterAudit:
 
     # -- question 2: the weights ----------------------------------------------------------------
 
-    def advance(
-        self,
-        matrix: NDArray[np.float64],
-        vector: NDArray[np.float64],
-        projected: NDArray[np.float64],
-    ) -> None:
+    def advance(self, transition: Transition, projected: NDArray[np.float64]) -> None:
         """One step of the learning rule, seen along v."""
-        moved = matrix[0, 0] * self.weights + matrix[0, 1] * self.momentum + vector[0] * projected
-        change = float(np.abs(moved - self.weights).max(initial=0.0))
-        self.momentum = (
-            matrix[1, 0] * self.weights + matrix[1, 1] * self.momentum + vector[1] * projected
-        )
+        ww, wm, mw, mm, nw, nm = transition
+        pull = nw * projected
+        moved = ww * self.weights + wm * self.momentum + pull
+        change = moved - self.weights
+        if nm or mw or mm != 1.0:
+            self.momentum = mw * self.weights + mm * self.momentum + nm * projected
         self.weights = moved
-        self.initial_share = matrix @ self.initial_share
-        pull = abs(vector[0]) * float(np.abs(projected).max(initial=0.0))
-        self.travel = sqrt(self.travel**2 + change**2 + pull**2)
+        self.travel = sqrt(self.travel**2 + float(change @ change) + float(pull @ pull))
         self.steps += 1
+        share = self.initial_share
+        self.initial_share = (
+            ww * share[0] + wm * share[2],
+            ww * share[1] + wm * share[3],
+            mw * share[0] + mm * share[2],
+            mw * share[1] + mm * share[3],
+        )
 
-    def compare(self, parameter: Tensor, *, everything: bool = False) -> None:
-        """Raise `Unexplained` unless the real weights are where the learning rule says."""
-        rows = len(self.weights)
-        low, high = 0, rows
-        if rows >= 8 * TURNS and not everything:
-            turn = self.steps % TURNS
-            low, high = rows * turn // TURNS, rows * (turn + 1) // TURNS
-        if everything:
-            self.spread = max(self.spread, self._largest_row(as_matrix(parameter.detach())))
-        part = as_matrix(parameter.detach())[low:high].to(self.probe.dtype) @ self.probe
-        off = float(np.abs(part.cpu().numpy() - self.weights[low:high]).max(initial=0.0))
-        scale = self.spread + self.travel
-        bound = SLACK_WEIGHTS * self.eps * sqrt(self.steps + 1) * scale
+    def compare(self, parameter: Tensor, low: int = 0, high: int | None = None) -> None:
+        """Raise `Unexplained` unless the real weights (some rows) are where the rule puts them."""
+        matrix = as_matrix(parameter.detach())
+        if high is None:
+            high = len(matrix)
+            self.spread = max(self.spread, self._largest_row(matrix))
+        real = matrix[low:high].to(self.probe.dtype) @ self.probe
+        off = float(np.abs(real.cpu().numpy() - self.weights[low:high]).max(initial=0.0))
+        bound = SLACK_WEIGHTS * self.eps * sqrt(self.steps + 1) * (self.spread + self.travel)
         if not off <= bound:
             raise Unexplained(
                 f"its weights are {off:.3g} away from where the learning rule puts them (rounding "
@@ -166,20 +176,78 @@ class ParameterAudit:
                 "optimizer not what it says?"
             )
 
+    def has_moved(
+        self, parameter: Tensor, transition: Transition, projected: NDArray[np.float64]
+    ) -> bool:
+        """Whether the real weights look like after this step rather than before it."""
+        ww, wm, _, _, nw, _ = transition
+        after = ww * self.weights + wm * self.momentum + nw * projected
+        real = self.project(parameter)
+        return _norm(real - after) < _norm(real - self.weights)
+
     def project(self, tensor: Tensor) -> NDArray[np.float64]:
         """The fingerprint W v in float64, [d0]."""
         flat = as_matrix(tensor.detach()).cpu()
         return (flat.double() @ self.probe64).numpy()
-
-    def settle(self, parameter: Tensor) -> None:
-        """Take the real weights as given from here on (a run that is no longer called exact)."""
-        self.weights = self.project(parameter)
 
     def _largest_row(self, matrix: Tensor) -> float:
         if not matrix.numel():
             return 0.0
         width = matrix.shape[1]
         return float(torch.linalg.vector_norm(matrix.float(), dim=1).max()) / sqrt(width)
+
+
+def see_patterns(
+    weight: ParameterAudit | None, bias: ParameterAudit | None, keys: Tensor, error_signals: Tensor
+) -> None:
+    """Tell a layer's weight and bias (where they are trained) of patterns on their way to `.grad`.
+
+    The bias's key is the constant 1, so one product serves both: [x·v, 1]ᵀ δ.
+    """
+    either = weight or bias
+    if either is None:
+        return
+    eps = epsilon(error_signals.dtype)
+    precise = either.probe.dtype
+    keys, error_signals = keys.to(precise), error_signals.to(precise)
+    size = _size(error_signals)
+    ones = torch.ones(len(keys), dtype=precise, device=keys.device)
+    if weight is None:
+        sums = ones[None] @ error_signals
+    else:
+        projected = torch.mv(keys, weight.probe)
+        sums = torch.stack((ones, projected)) @ error_signals
+        weight.see(sums[1], size * _size(keys) / sqrt(max(1, len(weight.probe))), eps)
+    if bias is not None:
+        bias.see(sums[0], size * sqrt(len(keys)), eps)
+
+
+def _size(rows: Tensor) -> float:
+    """The Frobenius norm, by the cheapest way there is."""
+    flat = rows.reshape(-1)
+    return sqrt(float(torch.dot(flat, flat)))
+
+
+class Rota:
+    """Which rows of which parameters are compared at which step, evenly spread over `TURNS`."""
+
+    def __init__(self, sizes: dict[str, tuple[int, int]]) -> None:
+        total = sum(rows * width for rows, width in sizes.values())
+        share = max(1, total // TURNS)
+        self._turns: list[list[tuple[str, int, int]]] = [[] for _ in range(TURNS)]
+        done = 0
+        for name, (rows, width) in sizes.items():
+            low = 0
+            while low < rows:
+                turn = min(TURNS - 1, done // share)
+                left = share * (turn + 1) - done if turn < TURNS - 1 else total
+                high = min(rows, low + max(1, left // max(1, width)))
+                self._turns[turn].append((name, low, high))
+                done += (high - low) * width
+                low = high
+
+    def at(self, step: int) -> list[tuple[str, int, int]]:
+        return self._turns[step % TURNS]
 
 
 def _norm(vector: NDArray[np.float64]) -> float:

@@ -46,15 +46,26 @@ class Capture:
         self._context = context
         self._on_patterns = on_patterns
         self._active = True
+        self._nodes: dict[int, tuple[tuple[torch.dtype, torch.device], Node]] = {}
         self._handle = register_module_forward_hook(self._forward)
 
     def forget(self, layer: Layer) -> None:
         """Stop looking at a layer."""
         self._layers = {k: v for k, v in self._layers.items() if v[0] != layer}
 
+    def _node(self, parameter: Tensor) -> Node:
+        """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
+        known = self._nodes.get(id(parameter))
+        if known is not None and known[0] == (parameter.dtype, parameter.device):
+            return known[1]
+        node = get_gradient_edge(parameter).node
+        self._nodes[id(parameter)] = (parameter.dtype, parameter.device), node
+        return node
+
     def remove(self) -> None:
         """Take the hook away; outputs that are still alive fall silent."""
         self._active = False
+        self._nodes = {}
         self._handle.remove()
 
     def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -65,7 +76,7 @@ class Capture:
         trained = [p for p in (module.weight, module.bias) if p is not None and p.requires_grad]
         if not trained or not args:
             return
-        nodes = [get_gradient_edge(p).node for p in trained if isinstance(p, Tensor)]
+        nodes = [self._node(p) for p in trained]
         key = args[0].detach()
         if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
             key = key.to(output.dtype)

@@ -3,20 +3,29 @@
 The training loop only copies rows into page-aligned buffers it owns. When a buffer set is full at
 the end of a step, it goes to the writer thread (which builds columns, checksums and writes, mostly
 without the GIL) and the next set takes its place. There are `SETS` of them and no more: if the disk
-cannot keep up, training waits, and memory use stays at most
+cannot keep up, training waits, and what is waiting to be written takes at most
 
-    SETS × (segment_bytes + the bytes of the largest step).
+    SETS × (segment_bytes + the bytes of the largest step)
+
+of memory: patterns with their columns, logs, and gradients of parameters without patterns. (On top
+come the columns of the one segment being written and, when weights are to be kept, a copy of them.)
 
 A pattern becomes part of the memory only at the end of its step; until then it can be taken back
 (`rewind`), which is what happens to the patterns of a step that an optimizer skipped.
+
+Why it is hard: Ctrl-C can strike between any two instructions of the training thread. So there is
+one order of things that leaves no half states. A step counts once its record is in the list; a
+set is handed over by the one operation that puts its successor behind it in the ring.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -28,7 +37,8 @@ from torch import Tensor
 
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
-from dualform.memory.files import PAGE, TensorBytes
+from dualform.learning_rules import HYPERPARAMETERS
+from dualform.memory.tensor_files import PAGE, TensorBytes
 from dualform.memory.writing import MemoryWriter, SegmentContent
 from dualform.recording.tags import Visit, expand
 
@@ -37,9 +47,14 @@ SEGMENT_BYTES = 64 << 20
 COMMIT_SECONDS = 30.0
 """A slow run commits at least this often (at the end of a step)."""
 
+MOVED_BYTES = 4 << 20
+VISIT_BYTES = 512
+STEP_BYTES = 1024
+"""About what one visit and one step's record take as Python objects, besides their arrays."""
+
 
 class StepRecord(NamedTuple):
-    """What the optimizers did at one step: one entry per parameter of the model, and the settings."""
+    """What the optimizers did at one step: an entry per parameter of the model, the settings."""
 
     applied: np.ndarray[Any, Any]
     kappa: np.ndarray[Any, Any]
@@ -73,82 +88,189 @@ class Sink(Protocol):
         self, record: StepRecord, gradients: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None: ...
 
-    def close(self, *, closed: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+Events = dict[str, tuple[list[int], list[Tensor]]]
+"""Values by name, with the steps they belong to."""
 
 
 class Region:
-    """Rows of one kind of one layer in page-aligned memory that grows by copying."""
+    """Rows of one kind of one layer in page-aligned memory that grows by copying.
+
+    Memory costs only once it is touched; `touched` bytes of it have been.
+    """
 
     def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
         self.width, self.dtype = width, dtype
+        self.row_bytes = width * dtype.itemsize
         self.rows = 0
         self._allocate(max(1, capacity))
 
     def _allocate(self, capacity: int) -> None:
-        size = capacity * self.width * self.dtype.itemsize
-        self.area = mmap.mmap(-1, max(PAGE, size + -size % PAGE))
-        flat = torch.frombuffer(self.area, dtype=self.dtype)[: capacity * self.width]
-        self.tensor = flat.view(capacity, self.width)
+        size = capacity * self.row_bytes
+        self._area = mmap.mmap(-1, max(PAGE, size + -size % PAGE))
+        flat = torch.frombuffer(self._area, dtype=self.dtype)[: capacity * self.width]
+        self._tensor = flat.view(capacity, self.width)
         self.capacity = capacity
+        self.touched = 0
 
     def append(self, rows: Tensor) -> None:
-        count = rows.shape[0]
-        if self.rows + count > self.capacity:
-            old = self.tensor[: self.rows]
-            self._allocate(max(self.rows + count, self.capacity + self.capacity // 2))
-            self.tensor[: self.rows].copy_(old)
-        self.tensor[self.rows : self.rows + count].copy_(rows)
-        self.rows += count
+        end = self.rows + rows.shape[0]
+        if end > self.capacity:
+            self.reserve(max(end, self.capacity + self.capacity // 2))
+        self._tensor[self.rows : end].copy_(rows)
+        self.touched = max(self.touched, end * self.row_bytes)
+        self.rows = end
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many rows; what is there moves in parts, to be in memory only once."""
+        if capacity <= self.capacity:
+            return
+        area, old = self._area, self._tensor
+        self._allocate(capacity)
+        part = max(1, MOVED_BYTES // max(1, self.row_bytes))
+        for low in range(0, self.rows, part):
+            high = min(self.rows, low + part)
+            self._tensor[low:high].copy_(old[low:high])
+            _give_back(area, 0, high * self.row_bytes // PAGE * PAGE)
+        self.touched = self.bytes
+
+    def trim(self) -> None:
+        """Give back the memory behind the last row."""
+        used = self.bytes + -self.bytes % PAGE
+        if self.touched > used:
+            _give_back(self._area, used, len(self._area) - used)
+            self.touched = self.bytes
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.width * self.dtype.itemsize
+        return self.rows * self.row_bytes
 
     def tensor_bytes(self, name: str) -> TensorBytes:
-        view = memoryview(self.area)[: self.bytes]
-        return TensorBytes(name, self.dtype, (self.rows, self.width), view, aligned=True)
+        memory = memoryview(self._area)
+        whole = memory[: self.bytes + -self.bytes % PAGE]
+        shape = (self.rows, self.width)
+        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
+
+
+def _give_back(area: mmap.mmap, start: int, length: int) -> None:
+    if length and hasattr(mmap, "MADV_DONTNEED"):
+        area.madvise(mmap.MADV_DONTNEED, start, length)
 
 
 @dataclass
 class BufferSet:
-    """Everything of the steps now being collected."""
+    """Everything of the steps now being collected. `extras` are given when it is complete."""
 
+    first_step: int = 0
     keys: dict[Layer, Region] = field(default_factory=dict)
     error_signals: dict[Layer, Region] = field(default_factory=dict)
     visits: dict[Layer, list[Visit]] = field(default_factory=dict)
-    marks: dict[Layer, tuple[int, int]] = field(
-        default_factory=dict
-    )  # (rows, visits) at step start
+    marks: dict[Layer, tuple[int, int]] = field(default_factory=dict)
+    """(rows, visits) of a layer when the step under way began, for layers seen since."""
     records: list[StepRecord] = field(default_factory=list)
-    gradients: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
-    buffers: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
-    event_bytes: int = 0
+    gradients: Events = field(default_factory=dict)
+    buffers: Events = field(default_factory=dict)
+    bytes: int = 0
+    """What has been collected."""
+    touched: int = 0
+    """How much memory that takes, with what was in use earlier and was not given back."""
+    extras: Extras | None = None
+    gathered: int = 0
+    """How many records there were when the extras were gathered."""
 
     def clear(self) -> None:
-        for region in (*self.keys.values(), *self.error_signals.values()):
-            region.rows = 0
-        self.visits, self.marks, self.records = {}, {}, []
-        self.gradients, self.buffers, self.event_bytes = {}, {}, 0
+        """Make ready for other steps; keep the memory that the last ones needed."""
+        for regions in (self.keys, self.error_signals):
+            for layer in [la for la in regions if la not in self.visits]:
+                del regions[layer]  # not seen for a whole segment
+            for region in regions.values():
+                region.trim()
+                region.rows = 0
+        self.first_step = self.end
+        self.visits, self.marks, self.records, self.extras = {}, {}, [], None
+        self.gradients, self.buffers, self.bytes = {}, {}, 0
+        self.count_touched()
+
+    def count_touched(self) -> None:
+        regions = (*self.keys.values(), *self.error_signals.values())
+        self.touched = sum(r.touched for r in regions)
+        self.touched += self.bytes - sum(r.bytes for r in regions)
 
     @property
-    def bytes(self) -> int:
-        regions = (*self.keys.values(), *self.error_signals.values())
-        return sum(region.bytes for region in regions) + self.event_bytes
+    def end(self) -> int:
+        """The number of updates after the last complete step."""
+        return self.first_step + len(self.records)
 
-    def content(self, first_step: int, extras: Extras) -> SegmentContent:
-        """The collected steps in the shape the format wants; layers with like rows share a table."""
+    def append(self, kind: dict[Layer, Region], layer: Layer, rows: Tensor) -> None:
+        region = kind[layer]
+        used, touched = region.bytes, region.touched
+        region.append(rows)
+        self.bytes += region.bytes - used
+        self.touched += region.touched - touched
+
+    def add_bytes(self, size: int) -> None:
+        """Count what lies elsewhere: columns, logs, gradients."""
+        self.bytes += size
+        self.touched += size
+
+    def trim(self) -> None:
+        """Give back all memory that is not in use now."""
+        for region in (*self.keys.values(), *self.error_signals.values()):
+            region.trim()
+        self.count_touched()
+
+    def make_room(self, other: BufferSet) -> None:
+        """Room for what another set came to hold."""
+        for mine, theirs in ((self.keys, other.keys), (self.error_signals, other.error_signals)):
+            for layer in other.visits:
+                region = theirs[layer]
+                room = region.rows + region.rows // 8
+                if layer in mine:
+                    mine[layer].reserve(room)
+                else:
+                    mine[layer] = Region(region.width, region.dtype, room)
+        self.count_touched()
+
+    def rewind(self, layer: Layer) -> int:
+        """Take back a layer's patterns of the step under way; returns how many there were."""
+        if layer not in self.marks:
+            return 0
+        rows, visits = self.marks[layer]
+        dropped = self.keys[layer].rows - rows
+        for region in (self.keys[layer], self.error_signals[layer]):
+            self.bytes -= (region.rows - rows) * region.row_bytes
+            region.rows = rows
+        del self.visits[layer][visits:]
+        del self.marks[layer]
+        return dropped
+
+    def rewind_all(self) -> None:
+        """Take back whatever belongs to a step that was not completed."""
+        for layer in list(self.marks):
+            self.rewind(layer)
+        for events in (self.gradients, self.buffers):
+            for steps, values in events.values():
+                complete = sum(step < self.end for step in steps)
+                del steps[complete:], values[complete:]
+            for name in [n for n, (steps, _) in events.items() if not steps]:
+                del events[name]
+
+    def content(self, extras: Extras) -> SegmentContent:
+        """The collected steps as the format wants them; layers with like rows share a table."""
         tables: list[dict[str, Any]] = []
         seen: dict[tuple[Visit, ...], int] = {}
         table_of: dict[str, int] = {}
-        for layer, visits in self.visits.items():
-            shape = tuple(visits)
+        used = [layer for layer in self.visits if self.keys[layer].rows]
+        for layer in used:
+            shape = tuple(self.visits[layer])
             if shape not in seen:
                 seen[shape] = len(tables)
-                tables.append(expand(visits, extras.kinds))
+                tables.append(expand(shape, extras.kinds))
             table_of[layer.name] = seen[shape]
-        used = [layer for layer in self.visits if self.keys[layer].rows]
         return SegmentContent(
-            first_step=first_step,
+            first_step=self.first_step,
             steps=len(self.records),
             patterns=[
                 region.tensor_bytes(f"{kind}/{layer.name}")
@@ -173,18 +295,21 @@ class BufferSet:
 
 def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
     groups = max((len(r.hyperparameters) for r in records), default=0)
-    width = max((len(h) for r in records for h in r.hyperparameters), default=0)
-    settings = np.zeros((len(records), max(1, groups), max(1, width)))
+    settings = np.full((len(records), max(1, groups), len(HYPERPARAMETERS)), np.nan)
     for row, record in zip(settings, records, strict=True):
         for index, values in enumerate(record.hyperparameters):
-            row[index] = values
+            if values:  # an optimizer whose rule is not known has none
+                row[index] = values
     names = ("applied", "kappa", "first", "fresh", "group", "projection")
     arrays = {name: np.stack([getattr(r, name) for r in records]) for name in names}
     return arrays | {"hyperparameters": settings}
 
 
 class DiskSink:
-    """Patterns to a memory on disk, by way of the ring and the writer thread."""
+    """Patterns to a memory on disk, by way of the ring and the writer thread.
+
+    The last set of the ring is being filled; those before it are the writer's, oldest first.
+    """
 
     def __init__(
         self,
@@ -193,118 +318,158 @@ class DiskSink:
         dtype_of: Callable[[Layer], torch.dtype],
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        commit_seconds: float = COMMIT_SECONDS,
+        commit_seconds: float | None = None,
     ) -> None:
-        self.steps = 0
         self._writer = writer
         self._gather = gather
         self._dtype_of = dtype_of
         self._segment_bytes = segment_bytes
-        self._commit_seconds = commit_seconds
+        self._commit_seconds = COMMIT_SECONDS if commit_seconds is None else commit_seconds
         self._last_commit = time.monotonic()
+        self._largest_step = 0
+        self._step_start = 0
         self._failure: BaseException | None = None
         self._free: queue.SimpleQueue[BufferSet] = queue.SimpleQueue()
         for _ in range(SETS - 1):
             self._free.put(BufferSet())
-        self._current = BufferSet()
-        self._jobs: queue.SimpleQueue[tuple[BufferSet, int, Extras] | None] = queue.SimpleQueue()
+        self._ring = deque([BufferSet()])
+        self._handed_over = threading.Semaphore(0)
+        self._ending = False
         self._thread = threading.Thread(target=self._write, name="dualform-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def steps(self) -> int:
+        """How many steps are complete."""
+        return self._ring[-1].end
+
     def append(self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit) -> None:
         """Copy the patterns of one backward pass through one use of a layer."""
-        current = self._current
-        if layer not in current.visits:
-            current.visits[layer] = []
-            if layer not in current.keys:
-                dtype, rows = self._dtype_of(layer), keys.shape[0]
-                current.keys[layer] = Region(layer.in_features, dtype, rows)
-                current.error_signals[layer] = Region(layer.out_features, dtype, rows)
-        region = current.keys[layer]
+        current = self._ring[-1]
+        if layer not in current.keys or layer not in current.error_signals:
+            dtype, rows = self._dtype_of(layer), keys.shape[0]
+            current.keys[layer] = Region(layer.in_features, dtype, rows)
+            current.error_signals[layer] = Region(layer.out_features, dtype, rows)
+        visits = current.visits.setdefault(layer, [])
         if layer not in current.marks:
-            current.marks[layer] = (region.rows, len(current.visits[layer]))
-        region.append(keys)
-        current.error_signals[layer].append(error_signals)
-        current.visits[layer].append(visit)
+            current.marks[layer] = (current.keys[layer].rows, len(visits))
+        current.append(current.keys, layer, keys)
+        current.append(current.error_signals, layer, error_signals)
+        visits.append(visit)
+        columns = 3 + (len(visit.tag.columns) if visit.tag else 0)
+        current.add_bytes(VISIT_BYTES + 8 * columns * keys.shape[0])
+        self._keep_within_bounds(current)
+
+    def _keep_within_bounds(self, current: BufferSet) -> None:
+        """A layer may have grown where another has shrunk: give back what is not in use."""
+        self._largest_step = max(self._largest_step, current.bytes - self._step_start)
+        if current.touched > self._segment_bytes + self._largest_step:
+            current.trim()
 
     def rewind(self, layer: Layer) -> int:
         """Take back a layer's patterns of the step under way; returns how many there were."""
-        current = self._current
-        if layer not in current.marks:
-            return 0
-        rows, visits = current.marks.pop(layer)
-        dropped = current.keys[layer].rows - rows
-        current.keys[layer].rows = rows
-        current.error_signals[layer].rows = rows
-        del current.visits[layer][visits:]
-        return dropped
+        return self._ring[-1].rewind(layer)
 
     def patterns_of_step(self) -> list[Layer]:
         """The layers that have patterns in the step under way."""
-        return list(self._current.marks)
+        return list(self._ring[-1].marks)
 
     def end_step(
         self, record: StepRecord, gradients: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
         """The step is complete: from here on its patterns are part of the memory."""
         self._raise_failure()
-        current = self._current
+        current = self._ring[-1]
+        step = current.end
+        added = STEP_BYTES + sum(v.nbytes for v in record if isinstance(v, np.ndarray))
         for store, values in ((current.gradients, gradients), (current.buffers, buffers)):
             for name, value in values.items():
                 steps, kept = store.setdefault(name, ([], []))
-                steps.append(self.steps)
+                steps.append(step)
                 kept.append(value)
-                current.event_bytes += value.numel() * value.element_size()
-        current.records.append(record)
+                added += value.numel() * value.element_size()
+        current.add_bytes(added)
         current.marks = {}
-        self.steps += 1
-        self._writer.progress.set(self.steps)
+        current.records.append(record)
+        self._keep_within_bounds(current)
+        self._step_start = current.bytes
+        if current.end == 1:  # now it is known about how many steps will fill a segment
+            repeats = self._segment_bytes // current.bytes + 1
+            for region in (*current.keys.values(), *current.error_signals.values()):
+                region.reserve(region.rows * repeats)
+        self._writer.progress.set(current.end)
 
     @property
     def is_due(self) -> bool:
         """Whether enough has been collected for a commit."""
-        return self._current.bytes >= self._segment_bytes or (
+        return self._ring[-1].bytes >= self._segment_bytes or (
             time.monotonic() - self._last_commit >= self._commit_seconds
         )
 
     def commit(self) -> None:
         """Hand the collected steps to the writer; waits if all buffers are still being written."""
-        current = self._current
-        for layer in list(current.marks):
-            self.rewind(layer)
-        if not current.records:
+        current = self._ring[-1]
+        if not self._complete(current):
             return
-        self._jobs.put((current, self.steps - len(current.records), self._gather()))
-        self._current = self._take_free(current)
+        following = self._take_free()
+        following.first_step = current.end
+        following.make_room(current)
+        self._step_start = 0
         self._last_commit = time.monotonic()
+        self._ring.append(following)
+        self._handed_over.release()
 
-    def _take_free(self, like: BufferSet) -> BufferSet:
+    def wait(self) -> None:
+        """Wait until everything handed over is on disk."""
+        while len(self._ring) > 1:
+            self._raise_failure()
+            time.sleep(0.002)
+        self._raise_failure()
+
+    def _complete(self, current: BufferSet) -> bool:
+        """Put to a set what a commit carries; False if there is nothing to commit."""
+        current.rewind_all()
+        if not current.records:
+            return False
+        earlier = current.extras
+        if earlier is None or current.gathered != len(current.records):
+            extras = self._gather()
+            if earlier is not None:  # a commit was interrupted, and training went on
+                extras = extras._replace(strings=_joined(earlier.strings, extras.strings))
+            current.extras, current.gathered = extras, len(current.records)
+        return True
+
+    def _take_free(self) -> BufferSet:
         while True:
             self._raise_failure()
             try:
-                free = self._free.get(timeout=1.0)
-                break
+                return self._free.get(timeout=0.2)
             except queue.Empty:
                 continue
-        for source, target in ((like.keys, free.keys), (like.error_signals, free.error_signals)):
-            for layer, region in source.items():
-                if layer not in target or target[layer].capacity < region.rows:
-                    target[layer] = Region(region.width, region.dtype, region.capacity)
-        return free
+
+    # -- the writer thread ----------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            collected, first_step, extras = job
-            if self._failure is None:
-                try:
-                    if extras.snapshot is not None:
-                        step = first_step + len(collected.records)
-                        self._writer.keep_snapshot(step, extras.snapshot)
-                    self._writer.commit(collected.content(first_step, extras), extras.description)
-                except BaseException as error:
-                    self._failure = error
-            collected.clear()
-            self._free.put(collected)
+        while True:
+            self._handed_over.acquire()
+            while len(self._ring) > 1 or (self._ending and self._ring[0].extras is not None):
+                self._write_set(self._ring[0])
+                if len(self._ring) > 1:
+                    self._free.put(self._ring.popleft())
+            if self._ending:
+                return
+
+    def _write_set(self, collected: BufferSet) -> None:
+        if self._failure is None:
+            try:
+                extras = collected.extras
+                assert extras is not None
+                self._writer.commit(collected.content(extras), extras.description)
+                if extras.snapshot is not None:
+                    self._writer.keep_snapshot(collected.end, extras.snapshot)
+            except BaseException as error:
+                self._failure = error
+        collected.clear()
 
     def _raise_failure(self) -> None:
         error = self._failure
@@ -318,16 +483,37 @@ class DiskSink:
             "can be read; free some space or choose another disk, and record again"
         ) from error
 
-    def close(self, *, closed: bool) -> None:
+    def close(self) -> None:
         """Commit what is complete, wait for the writer and seal the memory."""
+        extras = None
         try:
-            if self._failure is None:
-                self.commit()
+            if self._failure is None and self._complete(self._ring[-1]):
+                extras = self._ring[-1].extras
         finally:
-            self._jobs.put(None)
-            self._thread.join()
+            self._ending = True
+            self._handed_over.release()
+            interrupt = self._join()
+        if self._failure is not None:
+            with contextlib.suppress(OSError):
+                self._writer.give_up(f"writing failed: {self._failure}")
         self._raise_failure()
-        self._writer.end(self._gather().description, closed=closed)
+        self._writer.end((extras or self._gather()).description, closed=True)
+        if interrupt is not None:
+            raise interrupt
+
+    def _join(self) -> KeyboardInterrupt | None:
+        """Until the writer is done: what is left is little, and a second Ctrl-C would lose it."""
+        interrupt = None
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        return interrupt
+
+
+def _joined(first: dict[str, list[str]], then: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: [*first.get(name, []), *then.get(name, [])] for name in first | then}
 
 
 def bytes_per_step(visits: list[tuple[Layer, tuple[int, ...]]], itemsize: int = 4) -> int:

@@ -27,7 +27,7 @@ class Tag:
     """The columns given by one call of `recorder.tag`, as stored: int64 or float64 arrays."""
 
     columns: dict[str, NDArray[Any]]
-    step: int
+    update: int
     microbatch: int
     _fits: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -122,7 +122,7 @@ class Tags:
         self._written: dict[str, int] = {}
         self._calls = 0
 
-    def make(self, step: int, columns: dict[str, Any]) -> Tag:
+    def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
         for name in columns:
             if name in RESERVED:
@@ -142,7 +142,7 @@ class Tags:
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
-        tag = Tag(stored, step, self._calls)
+        tag = Tag(stored, update, self._calls)
         self._calls += 1
         return tag
 

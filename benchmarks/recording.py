@@ -1,0 +1,196 @@
+"""What recording costs: plain training, dualform, and the naive ways, side by side in one process.
+
+    OMP_NUM_THREADS=1 python benchmarks/recording.py [--steps 3000]
+
+MLP 784-800-800-10, batch 128, float32, SGD with momentum, one training thread. All contenders take
+turns, a chunk of steps at a time, so that a noisy machine disturbs them alike; the ratio of a chunk
+is taken against the mean of the plain chunks before and after it, and the median over chunks is
+printed. dualform's chunks belong to one sustained recording of `--steps` steps, audit and checksums
+included, and each chunk waits until everything is on disk before its clock stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dualform as df
+
+BATCH = 128
+SIZES = (784, 800, 800, 10)
+TARGETS = {"main-thread CPU": 1.15, "wall": 1.20, "total CPU": 1.25}
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for a, b in zip(SIZES, SIZES[1:], strict=False):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Contender:
+    """A model, its optimizer, and what is done around a step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-3, momentum=0.9)
+
+    def chunk(self, images: Tensor, labels: Tensor, batches: Tensor) -> None:
+        for batch in batches:
+            self.before(batch, labels[batch])
+            loss = nn.functional.cross_entropy(self.model(images[batch]), labels[batch])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.finish()
+
+    def before(self, batch: Tensor, labels: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def linears(self) -> list[nn.Linear]:
+        return [m for m in self.model if isinstance(m, nn.Linear)]
+
+
+class Recorded(Contender):
+    recorder: df.Recorder
+
+    def before(self, batch: Tensor, labels: Tensor) -> None:
+        self.recorder.tag(example=batch, label=labels)
+
+    def finish(self) -> None:
+        self.recorder.flush()
+
+
+class Clones(Contender):
+    """Lists of CPU clones, as the paper's image code keeps its keys (here: error signals too)."""
+
+    def __init__(self) -> None:
+        super().__init__("clones in lists")
+        self.kept: list[Tensor] = []
+        for layer in self.linears():
+            layer.register_forward_hook(lambda m, i, o: self.kept.append(i[0].detach().cpu().clone()))
+            layer.register_full_backward_hook(lambda m, i, o: self.kept.append(o[0].cpu().clone()))
+
+    def finish(self) -> None:
+        self.kept.clear()
+
+
+class Pickles(Contender):
+    """A half-precision pickle per step and layer, as the paper's language-model code does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("half-precision pickles")
+        self.path = path
+        path.mkdir()
+        self.files: list[Any] = []
+        for index, layer in enumerate(self.linears()):
+            layer.register_forward_hook(lambda m, i, o, k=index: self.dump(2 * k, i[0]))
+            layer.register_full_backward_hook(lambda m, i, o, k=index: self.dump(2 * k + 1, o[0]))
+
+    def dump(self, index: int, tensor: Tensor) -> None:
+        if not self.files:
+            self.files = [open(self.path / f"{k}.pickle", "wb") for k in range(6)]  # noqa: SIM115
+        half = tensor.detach().cpu().half()
+        pickle.dump(half, self.files[index], protocol=pickle.HIGHEST_PROTOCOL)
+
+    def finish(self) -> None:
+        for file in self.files:
+            file.close()
+        self.files = []
+
+
+def clocks() -> tuple[float, float, float]:
+    return time.thread_time(), time.perf_counter(), time.process_time()
+
+
+def measure(run: Callable[[], None]) -> tuple[float, ...]:
+    start = clocks()
+    run()
+    return tuple(b - a for a, b in zip(start, clocks(), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--chunk", type=int, default=150)
+    parser.add_argument("--naive", type=int, default=4, help="chunks of the naive ways")
+    parser.add_argument("--path", default=None, help="where to record (default: a temporary directory)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(10_000, 784, generator=generator)
+    labels = torch.randint(0, 10, (10_000,), generator=generator)
+    chunks = options.steps // options.chunk
+    shape = (chunks, options.chunk, BATCH)
+    batches = torch.randint(0, 10_000, shape, generator=generator)
+    directory = Path(tempfile.mkdtemp(prefix="dualform-bench-", dir=options.path))
+    times: dict[str, list[tuple[float, ...]]] = {}
+    plain, recorded = Contender("plain"), Recorded("dualform")
+    try:
+        naive = [Clones(), Pickles(directory / "pickles")]
+        with df.record(recorded.model, recorded.optimizer, directory / "run") as recorder:
+            recorded.recorder = recorder
+            plain.chunk(images, labels, batches[0][:30])
+            for index in range(chunks):
+                turn: list[Contender] = [recorded]
+                if index < options.naive:
+                    turn += naive
+                before = measure(lambda i=index: plain.chunk(images, labels, batches[i]))
+                for contender in turn:
+                    cost = measure(lambda c=contender, i=index: c.chunk(images, labels, batches[i]))
+                    after = measure(lambda i=index: plain.chunk(images, labels, batches[i]))
+                    ratios = tuple(2 * c / (a + b) for c, a, b in zip(cost, before, after, strict=True))
+                    times.setdefault(contender.name, []).append(ratios)
+                    before = after
+        memory = df.Memory.open(directory / "run")
+        identical = all(
+            torch.equal(a, b)
+            for a, b in zip(naive[0].model.parameters(), naive[1].model.parameters(), strict=True)
+        )
+        assert identical, "the contenders trained different networks"
+        report(times, memory.bytes_on_disk / (memory.steps * BATCH), memory.steps)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def report(times: dict[str, list[tuple[float, ...]]], bytes_per_pattern: float, steps: int) -> None:
+    for name, rows in times.items():
+        for column, clock in enumerate(TARGETS):
+            values = sorted(row[column] for row in rows)
+            ratio = statistics.median(values)
+            target = TARGETS[clock] if name == "dualform" else None
+            line: dict[str, Any] = {
+                "bench": f"record float32: {name} / plain training, {clock}",
+                "ratio": round(ratio, 3),
+                "target": target,
+                "ok": None if target is None else ratio <= target,
+                "range": [round(values[0], 3), round(values[-1], 3)],
+                "chunks": len(values),
+            }
+            print(json.dumps(line), flush=True)
+    line = {
+        "bench": "record float32: bytes per pattern / bytes of its keys and error signals",
+        "ratio": round(bytes_per_pattern / (4 * (sum(SIZES[:-1]) + sum(SIZES[1:]))), 4),
+        "target": 1.02,
+        "ok": bytes_per_pattern / (4 * (sum(SIZES[:-1]) + sum(SIZES[1:]))) <= 1.02,
+        "steps": steps,
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Run every benchmark and refresh the table in docs/benchmarks.md.
+
+    make bench
+
+Each benchmark prints one JSON line per row: {"bench": ..., "ratio": ..., "target": ..., "ok": ...}.
+Ratios only: both sides of each are measured in one process, taking turns. A row without a target is
+there for comparison. The exit code is 1 if a target was missed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+
+def rows_of(script: Path, arguments: list[str]) -> list[dict[str, Any]]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, "-W", "ignore", str(script), *arguments]
+    rows = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            rows.append(json.loads(line))
+    if process.returncode:
+        raise SystemExit(f"{script.name} failed with exit code {process.returncode}")
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| what | ratio (median) | range | target | met |", "|---|---|---|---|---|"]
+    for row in rows:
+        low, high = row.get("range", (None, None))
+        span = "" if low is None else f"{low:.2f} to {high:.2f}"
+        target = "" if row["target"] is None else f"≤ {row['target']}"
+        met = {True: "yes", False: "**no**", None: ""}[row["ok"]]
+        lines.append(f"| {row['bench']} | {row['ratio']} | {span} | {target} | {met} |")
+    return "\n".join(lines)
+
+
+def conditions() -> str:
+    import torch
+
+    import dualform
+
+    today = datetime.date.today().isoformat()
+    return (
+        f"Measured {today} on {os.cpu_count()} shared cores ({platform.machine()}), Python "
+        f"{platform.python_version()}, torch {torch.__version__}, dualform {dualform.__version__}, "
+        "one training thread, by `make bench`."
+    )
+
+
+def main() -> None:
+    rows = [
+        row
+        for script in sorted(HERE.glob("*.py"))
+        if script.name != "run.py"
+        for row in rows_of(script, sys.argv[1:])
+    ]
+    page = PAGE.read_text(encoding="utf-8")
+    head, rest = page.split(BEGIN)
+    _, tail = rest.split(END)
+    content = f"{BEGIN}\n{conditions()}\n\n{table(rows)}\n{END}"
+    PAGE.write_text(head + content + tail, encoding="utf-8")
+    missed = [row["bench"] for row in rows if row["ok"] is False]
+    if missed:
+        raise SystemExit("missed: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

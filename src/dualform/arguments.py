@@ -1,0 +1,134 @@
+"""What the command line's arguments name: a model to build, an input to read, an example to find.
+
+Each function turns a word of the user's into the object the library takes, or says in one sentence
+what is wrong with it. Nothing is unpickled: inputs and checkpoints are safetensors files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import dualform as df
+
+
+def example_id(memory: df.Memory, text: str) -> Any:
+    """An id as it was tagged: a string where ids are strings, else a number."""
+    if "example" not in memory.columns:
+        raise df.QueryError(
+            "this memory was recorded without example ids, so --example has nothing to find; its "
+            f"columns are {', '.join(memory.columns)}. Tag them: recorder.tag(example=ids)"
+        )
+    known = memory.layer(memory.layers[0]).patterns.values("example")[:1]
+    if known and isinstance(known[0], str):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise df.QueryError(
+            f"--example {text} was given, but the ids of this memory are numbers such as {known[0]}"
+        ) from None
+
+
+def read_input(file: Path | None) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """One tensor is the positional argument; several are keyword arguments."""
+    if file is None:
+        return (), {}
+    tensors = _read_tensors(file)
+    return (tuple(tensors.values()), {}) if len(tensors) == 1 else ((), tensors)
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.torch.load_file(file)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise df.DualFormError(
+            f"{file} cannot be read as a safetensors file: {error}. Write one with "
+            "safetensors.torch.save_file({'input': tensor}, path)"
+        ) from error
+    if not tensors:
+        raise df.DualFormError(f"{file} holds no tensor; expected the model's input")
+    return tensors
+
+
+def build_model(spec: str) -> nn.Module:
+    """The module that `package.module:factory` makes."""
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise df.DualFormError(
+            f"--model {spec} is not of the form package.module:factory, such as "
+            "dualform.demo:network"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            factory = getattr(factory, part)
+        built = factory() if not isinstance(factory, nn.Module) else factory
+    except Exception as error:  # whatever the user's own code raises
+        raise df.DualFormError(
+            f"--model {spec} could not be built: {type(error).__name__}: {error}. Expected a "
+            "function without arguments that returns the module, in a file that Python can import "
+            f"from {os.getcwd()}"
+        ) from error
+    if not isinstance(built, nn.Module):
+        raise df.DualFormError(
+            f"--model {spec} gave a {type(built).__name__}; expected a torch.nn.Module"
+        )
+    return built
+
+
+def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> nn.Module:
+    """The architecture with the weights training left: a checkpoint's, or the kept snapshot's."""
+    if weights is None and memory.steps not in memory.snapshot_steps:
+        raise df.DualFormError(
+            f"the memory keeps no snapshot of its last step {memory.steps} to compare rebuilt "
+            "matrices with (the recording was cut off, or it was deleted). Give your own "
+            "checkpoint with --weights FILE.safetensors, or verify without --model"
+        )
+    trained = df.DualForm(model, memory).to_model()
+    held = dict(trained.named_parameters()) | dict(trained.named_buffers())
+    given = memory.snapshot(memory.steps) if weights is None else _read_tensors(weights)
+    missing = [name for name, _ in trained.named_parameters() if name not in given]
+    wrong = [n for n in given if n in held and given[n].shape != held[n].shape]
+    if missing or wrong:
+        raise df.DualFormError(
+            f"{weights} does not hold this model's weights: {(missing or wrong)[0]!r} is "
+            f"{'missing' if missing else 'of another shape'}; expected a saved state_dict()"
+        )
+    with torch.no_grad():
+        for name in given.keys() & held.keys():
+            held[name].copy_(given[name])
+    return trained
+
+
+@contextmanager
+def running(file: Path | None) -> Iterator[None]:
+    """While the user's own module runs: what it raises is said in a sentence."""
+    try:
+        yield
+    except (df.DualFormError, OSError):
+        raise
+    except Exception as error:
+        if file is None:
+            raise
+        raise df.DualFormError(
+            f"the model could not be run on {file}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def largest_output(output: Any) -> int:
+    if not isinstance(output, Tensor) or output.numel() != output.shape[-1]:
+        raise df.QueryError("the model's output is not one row; name the output with --target")
+    return int(output.argmax())

@@ -1,0 +1,323 @@
+"""The command line: the library's questions in the library's words, and nothing of its own.
+
+Each command opens a memory, asks one question, and prints the answer as text or as JSON. What the
+arguments name is found by `arguments.py`; errors, progress and pipes are `terminal.py`'s.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+import dualform as df
+from dualform import arguments, overview, terminal
+
+Command = Callable[..., Any]
+
+
+@click.group(cls=terminal.Shell, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(df.__version__, prog_name="dualform")
+def main() -> None:
+    """A network trained by gradient descent is an attention over its own training.
+
+    Record a run in Python (with df.record(model, optimizer, "RUN"): ...), then ask RUN here. New?
+    Start with:  dualform demo
+
+    Exit status: 0 fine, 1 a verification failed, 2 the question cannot be answered.
+    """
+
+
+# Options that several commands share --------------------------------------------------------------
+
+run_argument = click.argument("run", type=click.Path(path_type=Path))
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document instead of text."
+)
+model_option = click.option(
+    "--model",
+    metavar="PACKAGE.MODULE:FACTORY",
+    help="A function without arguments that builds the architecture; its weights come from the "
+    "memory. It is imported (the current directory counts) and called: name only code you trust.",
+)
+input_option = click.option(
+    "--input",
+    "input_file",
+    metavar="FILE.safetensors",
+    type=click.Path(path_type=Path),
+    help="A model input. One tensor: the positional argument; several: keyword arguments by their "
+    "names. Needs --model.",
+)
+example_option = click.option(
+    "--example", metavar="ID", help="A recorded example, asked by its last recorded keys."
+)
+at_option = click.option(
+    "--at", metavar="STEP", type=int, help="Ask the network as it was after so many updates."
+)
+top_option = click.option(
+    "--top", default=10, show_default=True, help="How many patterns to list (20 shown as text)."
+)
+sign_option = click.option(
+    "--sign",
+    type=click.Choice(["most", "least", "absolute"]),
+    default="most",
+    show_default=True,
+    help="Most positive, most negative, or largest either way.",
+)
+sum_by_option = click.option(
+    "--sum-by", metavar="COLUMN", help="Also add up by the values of a column, such as label."
+)
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def apply(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+# The commands -------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option(
+    "--path",
+    type=click.Path(path_type=Path),
+    help="Keep the memory in this directory; by default a temporary one, removed afterwards.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a memory that is already at --path.")
+@click.option("--seed", default=0, show_default=True, help="Another seed, another network.")
+@click.option("--steps", default=1000, show_default=True, help="How many updates to train.")
+@json_option
+def demo(path: Path | None, overwrite: bool, seed: int, steps: int, as_json: bool) -> None:
+    """Record a small digit classifier and look into it: about half a minute.
+
+    Trains a network on scikit-learn's bundled digits (momentum, weight decay, clipping) while
+    recording; certifies that primal = dual; shows for a few test digits what each layer attended to
+    and what wrote the winning logit; takes part of the training away; travels back in time.
+    """
+    from dualform.demo import draw, farewell, tell
+
+    told = []
+    with tempfile.TemporaryDirectory(prefix="dualform-") as temporary:
+        place = Path(temporary) / "demo" if path is None else path
+        with terminal.progress_bar() as progress:
+            story = tell(place, seed=seed, steps=steps, overwrite=overwrite, progress=progress)
+            for chapter in story:
+                told.append(chapter.to_dict())
+                if not as_json:
+                    terminal.show(draw(chapter))
+    if as_json:
+        terminal.show_json({"path": None if path is None else str(path), "chapters": told})
+    else:
+        terminal.show(farewell(path))
+    if not all(c.get("passed", True) and c.get("identical_without_recorder", True) for c in told):
+        click.get_current_context().exit(terminal.FAILED)
+
+
+@main.command()
+@_options(run_argument, json_option)
+def info(run: Path, as_json: bool) -> None:
+    """What a memory holds, and how every parameter is covered.
+
+    Layers and their patterns, columns and their values, steps, size on disk, environment, remarks,
+    and whether every step was explained (exact).
+    """
+    with terminal.busy("reading"):
+        facts = overview.facts(df.Memory.open(run))
+    if as_json:
+        terminal.show_json(facts)
+    else:
+        terminal.show(*overview.draw(facts))
+
+
+@main.command()
+@_options(run_argument, model_option)
+@click.option(
+    "--weights",
+    metavar="FILE.safetensors",
+    type=click.Path(path_type=Path),
+    help="Your own checkpoint of the trained model, to compare with; by default the snapshot that "
+    "was kept at the end of the recording. Needs --model.",
+)
+@_options(input_option, json_option)
+def verify(
+    run: Path, model: str | None, weights: Path | None, input_file: Path | None, as_json: bool
+) -> None:
+    """Whether the memory explains the network, to rounding. Exit status 1 if it does not.
+
+    Alone, it reads every byte against its checksum and checks every step's patterns against what
+    was seen in training, and every fingerprint against the one before. With --model all matrices
+    are rebuilt and compared too, and with --input the outputs.
+    """
+    if model is None and (input_file is not None or weights is not None):
+        raise click.UsageError("--input and --weights need --model, to know what to run")
+    memory = df.Memory.open(run)
+    positional, named = arguments.read_input(input_file)
+    net = None if model is None else arguments.build_model(model)
+    if net is not None:
+        net = arguments.trained_model(net, memory, weights)
+    with terminal.progress_bar() as progress, arguments.running(input_file):
+        memory.check(progress=lambda done, total: progress("checksums", done, total))
+        certificate = df.DualForm(net, memory).verify(
+            *positional, progress=lambda done, total: progress("verifying", done, total), **named
+        )
+    if as_json:
+        terminal.show_json({"run": str(run), **certificate.to_dict()})
+    else:
+        click.echo(repr(certificate))
+    if not certificate.passed:
+        click.get_current_context().exit(terminal.FAILED)
+
+
+@main.command()
+@_options(run_argument, example_option, input_option, model_option)
+@click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
+@_options(at_option, top_option, sign_option)
+@click.option("--by", metavar="COLUMN", help="List the top patterns of every value of a column.")
+@_options(sum_by_option, json_option)
+def attend(
+    run: Path,
+    example: str | None,
+    input_file: Path | None,
+    model: str | None,
+    layers: tuple[str, ...],
+    at: int | None,
+    top: int,
+    sign: str,
+    by: str | None,
+    sum_by: str | None,
+    as_json: bool,
+) -> None:
+    """What each layer looks at: the training patterns whose keys are most like the query.
+
+    Attention weights are key · query, signed and unnormalised; positive means alike. Ask with
+    --example (a training example, no model needed) or with --input and --model (any input).
+    """
+    dual, query = _question(run, example, input_file, model, at)
+    with terminal.busy("attending"):
+        with arguments.running(input_file):
+            attention = dual.attend(*query.pop("positional"), layers=layers or None, **query)
+        found = {
+            name: {
+                "top": spotlight.top(top, by=by, sign=sign),
+                **({} if sum_by is None else {"sum_by": spotlight.sum_by(sum_by)}),
+            }
+            for name, spotlight in attention.items()
+        }
+    if as_json:
+        answer = {n: {k: t.to_dict() for k, t in tables.items()} for n, tables in found.items()}
+        terminal.show_json({"run": str(run), "step": dual.step, "layers": answer})
+    else:
+        terminal.show(*(table for tables in found.values() for table in tables.values()))
+
+
+@main.command()
+@_options(run_argument, example_option, input_option, model_option)
+@click.option(
+    "--target",
+    metavar="OUTPUT",
+    type=int,
+    help="Which output, counted from 0. With --input the largest one by default.",
+)
+@click.option(
+    "--layer",
+    help="By default the layer that produces the output. Through an earlier layer contributions "
+    "are to first order.",
+)
+@_options(at_option, top_option, sign_option, sum_by_option, json_option)
+def contribute(
+    run: Path,
+    example: str | None,
+    input_file: Path | None,
+    model: str | None,
+    target: int | None,
+    layer: str | None,
+    at: int | None,
+    top: int,
+    sign: str,
+    sum_by: str | None,
+    as_json: bool,
+) -> None:
+    """What each training pattern wrote into an output, in the output's own units.
+
+    Positive raises the output. Together with the initial weights' part the contributions add up to
+    what the network says. They are an accounting of this run, not what retraining would give.
+    """
+    if target is None and example is not None:
+        raise click.UsageError("--example needs --target: which output of the layer")
+    dual, query = _question(run, example, input_file, model, at)
+    positional = query.pop("positional")
+    with terminal.busy("adding up"), arguments.running(input_file):
+        if target is None:
+            target = arguments.largest_output(dual(*positional, **query))
+        answer = dual.contribute(*positional, target=target, layer=layer, **query)
+        listed = {"top": answer.top(top, sign=sign)}
+        if sum_by is not None:
+            listed["sum_by"] = answer.sum_by(sum_by)
+    if as_json:
+        tables = {name: table.to_dict() for name, table in listed.items()}
+        terminal.show_json({"run": str(run), "step": dual.step, **answer.to_dict(), **tables})
+    else:
+        terminal.show(overview.draw_sum(answer), *listed.values())
+
+
+@main.command()
+@model_option
+@click.option("--batch", required=True, type=int, help="Examples per update.")
+@click.option("--steps", required=True, type=int, help="How many updates.")
+@input_option
+@click.option(
+    "--tags", default=2, show_default=True, help="Columns you will tag (example, label: 2)."
+)
+@click.option(
+    "--path", type=click.Path(path_type=Path), help="Where it will go: says whether it fits there."
+)
+@json_option
+def estimate(
+    model: str | None,
+    batch: int,
+    steps: int,
+    input_file: Path | None,
+    tags: int,
+    path: Path | None,
+    as_json: bool,
+) -> None:
+    """Bytes on disk before you start, layer by layer, and RAM for buffers.
+
+    Each layer is taken to see one pattern per example; a sample batch (--input) counts them.
+    """
+    if model is None:
+        raise click.UsageError("--model is needed: what will be trained")
+    positional, named = arguments.read_input(input_file)
+    net = arguments.build_model(model)
+    with arguments.running(input_file):
+        found = df.estimate(
+            net, batch=batch, steps=steps, inputs=named or positional or None, tags=tags, path=path
+        )
+    if as_json:
+        terminal.show_json(found.to_dict())
+    else:
+        click.echo(repr(found))
+
+
+def _question(
+    run: Path, example: str | None, input_file: Path | None, model: str | None, at: int | None
+) -> tuple[df.DualForm, dict[str, Any]]:
+    """The view to ask, and the arguments of the question: `positional` and the named ones."""
+    if (example is None) == (input_file is None):
+        raise click.UsageError("ask with either --example ID or --input FILE.safetensors")
+    if input_file is not None and model is None:
+        raise click.UsageError("--input needs --model, which turns it into each layer's queries")
+    memory = df.Memory.open(run)
+    positional, named = arguments.read_input(input_file)
+    dual = df.DualForm(None if model is None else arguments.build_model(model), memory)
+    query: dict[str, Any] = {"positional": positional, **named}
+    if example is not None:
+        query["example"] = arguments.example_id(memory, example)
+    return (dual if at is None else dual.at(at)), query

@@ -1,0 +1,435 @@
+"""How large a memory will be, before the first step is trained.
+
+A memory holds every key and every error signal, so its size is known in advance: patterns per step
+× steps × (d_in + d_out), plus columns and the learning rule's log. What is not known without
+running the model is how many patterns a layer sees per example (positions, several calls); a sample
+batch tells. The small change (headers, page boundaries, fingerprints) is estimated; tests compare
+the sum with real recordings.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor, nn
+
+from dualform.errors import DualFormError
+from dualform.layers import Layer, find_layers
+from dualform.learning_rules import HYPERPARAMETERS
+from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
+from dualform.recording.recorder import SNAPSHOT_EVERY, SNAPSHOT_SHARE, STEP_BUDGET
+from dualform.recording.sink import SEGMENT_BYTES, SETS
+from dualform.table import Table
+
+OWN_COLUMNS = 3
+"""step, microbatch and call are kept for every pattern; position where there are several."""
+
+LOG_BYTES = 8 + 8 + 8 + 4 + 1 + 1
+"""Per step and parameter: kappa, projection, first, group, applied, fresh."""
+
+Calls = list[tuple[int, ...]]
+"""The leading shapes of a layer's inputs in one step, one per call."""
+
+
+@dataclass(frozen=True)
+class LayerEstimate:
+    """One layer's patterns: how many, and how many bytes of keys and error signals."""
+
+    name: str
+    in_features: int
+    out_features: int
+    patterns_per_step: int
+    patterns: int
+    bytes_per_pattern: int
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of keys and error signals of all its patterns."""
+        return self.patterns * self.bytes_per_pattern
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What recording a run will take: bytes on disk, by layer and by part, and RAM for buffers.
+
+    Example:
+        >>> import dualform as df
+        >>> from torch import nn
+        >>> estimate = df.estimate(nn.Linear(784, 10), batch=128, steps=3000)
+        >>> estimate.layers[0].bytes_per_pattern, round(estimate.bytes_on_disk / 1e9, 1)
+        (3176, 1.2)
+    """
+
+    batch: int
+    steps: int
+    layers: tuple[LayerEstimate, ...]
+    parts: Mapping[str, int]
+    """Bytes by what they are for; they add up to `bytes_on_disk`."""
+    buffer_bytes: int
+    """The most RAM the recorder's buffers take."""
+    remarks: tuple[str, ...] = ()
+    path: Path | None = None
+    free_bytes: int | None = None
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """The size of the whole memory, in bytes."""
+        return sum(self.parts.values())
+
+    @property
+    def bytes_per_pattern(self) -> float:
+        """Bytes on disk per pattern of any layer, everything included."""
+        patterns = sum(layer.patterns for layer in self.layers)
+        return self.bytes_on_disk / patterns if patterns else 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the free space at `path` holds it; None if no path was given."""
+        return None if self.free_bytes is None else self.bytes_on_disk <= self.free_bytes
+
+    @property
+    def table(self) -> Table:
+        """One line per layer: keys and error signals only."""
+        layers = self.layers
+        columns = {
+            "layer": [layer.name for layer in layers],
+            "d_in → d_out": [f"{layer.in_features} → {layer.out_features}" for layer in layers],
+            "patterns/step": [layer.patterns_per_step for layer in layers],
+            "patterns": [f"{layer.patterns:,}" for layer in layers],
+            "bytes/pattern": [f"{layer.bytes_per_pattern:,}" for layer in layers],
+            "on disk": [decimal(layer.bytes_on_disk) for layer in layers],
+        }
+        return Table(columns, "keys and error signals, in bytes")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain values, fit for `json.dumps`; sizes in bytes."""
+        return {
+            "batch": self.batch,
+            "steps": self.steps,
+            "bytes_on_disk": self.bytes_on_disk,
+            "bytes_per_pattern": self.bytes_per_pattern,
+            "buffer_bytes": self.buffer_bytes,
+            "parts": dict(self.parts),
+            "layers": [vars(la) | {"bytes_on_disk": la.bytes_on_disk} for la in self.layers],
+            "remarks": list(self.remarks),
+            "path": None if self.path is None else str(self.path),
+            "free_bytes": self.free_bytes,
+            "fits": self.fits,
+        }
+
+    def __repr__(self) -> str:
+        return "\n".join([self._head(), repr(self.table), *self._lines()])
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<li>{html.escape(line.strip())}</li>" for line in self._lines())
+        head = f"<p><b>{html.escape(self._head())}</b></p>"
+        return f"{head}{self.table._repr_html_()}<ul>{lines}</ul>"
+
+    def _head(self) -> str:
+        return (
+            f"{decimal(self.bytes_on_disk)} on disk for {self.steps:,} steps of "
+            f"{self.batch:,} examples; {self.bytes_per_pattern:,.0f} bytes per pattern in all"
+        )
+
+    def _lines(self) -> list[str]:
+        lines = [f"  {name}: {decimal(size)}" for name, size in self.parts.items() if size]
+        lines.append(f"  RAM for the recorder's buffers: at most {decimal(self.buffer_bytes)}")
+        lines += [f"  {remark}" for remark in self.remarks]
+        if self.free_bytes is not None:
+            verdict = "enough" if self.fits else "NOT ENOUGH: train fewer steps, or choose another"
+            lines.append(f"  free at {self.path}: {decimal(self.free_bytes)}, {verdict}")
+        return lines
+
+
+def estimate(
+    model: nn.Module,
+    *,
+    batch: int,
+    steps: int,
+    inputs: Any = None,
+    tags: int = 2,
+    path: str | Path | None = None,
+    step_budget: int = STEP_BUDGET,
+    snapshot_every: int = SNAPSHOT_EVERY,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Estimate:
+    """How many bytes recording this training will take, before you start.
+
+    Example:
+        >>> import dualform as df
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 10))
+        >>> df.estimate(model, batch=128, steps=3000).layers[1].patterns
+        384000
+
+    Args:
+        batch: examples per step (all micro-batches of an update together).
+        inputs: a sample batch as the model takes it (a tensor, a tuple, or a dict of keyword
+            arguments), its examples along the first dimension. The model is run on it once, in eval
+            mode and without gradients, to count the patterns of each layer. Without it, each layer
+            is taken to see one pattern per example.
+        tags: how many columns `recorder.tag` will be given (example and label: 2).
+        path: where the memory will go; the estimate then says whether it fits.
+    """
+    for name, value in (("batch", batch), ("steps", steps)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise DualFormError(f"{name}={value!r} was given; expected a whole number from 1 up")
+    if not isinstance(model, nn.Module):
+        raise DualFormError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    trained = _trained_layers(model)
+    if inputs is None:
+        calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in trained}
+    else:
+        calls = _count(model, trained, inputs, batch)
+    plan = _Plan(model, calls, batch, steps, tags, step_budget, snapshot_every, segment_bytes)
+    place, free = _free_space(path)
+    return Estimate(
+        batch,
+        steps,
+        plan.layers(),
+        plan.parts(),
+        SETS * (segment_bytes + plan.step_bytes),
+        tuple(plan.remarks(sampled=inputs is not None)),
+        place,
+        free,
+    )
+
+
+# How many patterns --------------------------------------------------------------------------------
+
+
+def _trained_layers(model: nn.Module) -> dict[Layer, nn.Module]:
+    """The recordable layers of which anything is trained."""
+    return {
+        layer: module
+        for layer, module in find_layers(model).items()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+
+
+def _count(
+    model: nn.Module, layers: Mapping[Layer, nn.Module], inputs: Any, batch: int
+) -> dict[Layer, Calls]:
+    """The leading shape of every call of every layer, scaled from the sample to the batch."""
+    positional, named = _as_arguments(inputs)
+    seen: dict[Layer, Calls] = {layer: [] for layer in layers}
+    sample = next((t.shape[0] for t in [*positional, *named.values()] if _has_rows(t)), 0)
+    if not sample:
+        raise DualFormError(
+            "the sample inputs hold no tensor with examples along its first dimension; give a "
+            "batch as the model takes it: a tensor, a tuple of them, or a dict of keyword arguments"
+        )
+
+    def hook(layer: Layer) -> Any:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else kwargs["input"]
+            first, *rest = given.shape[:-1] or (1,)
+            seen[layer].append((math.ceil(first * batch / sample), *rest))
+
+        return count
+
+    with ExitStack() as stack:
+        stack.enter_context(_undisturbed(model))
+        for layer, module in layers.items():
+            handle = module.register_forward_pre_hook(hook(layer), with_kwargs=True)
+            stack.callback(handle.remove)
+        copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        torch.func.functional_call(model, copies, positional, named)
+    return {layer: shapes for layer, shapes in seen.items() if shapes}
+
+
+def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 0
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; every module's mode and the random states are put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    state = random.getstate()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+            model.eval()
+            yield
+    finally:
+        random.setstate(state)
+        for module, training in modes:
+            module.training = training
+
+
+# How many bytes -----------------------------------------------------------------------------------
+
+
+class _Plan:
+    """The arithmetic: what each part of the format takes for this model and this many steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Mapping[Layer, Calls],
+        batch: int,
+        steps: int,
+        tags: int,
+        step_budget: int,
+        snapshot_every: int,
+        segment_bytes: int,
+    ) -> None:
+        self.calls, self.batch, self.steps, self.tags = calls, batch, steps, tags
+        self.budget, self.snapshot_every = step_budget, snapshot_every
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.uncalled = [la.name for la in _trained_layers(model) if la not in calls]
+        self.moving = _moving_buffers(model)
+        covered = {name for layer in calls for name in layer.parameters}
+        self.unresolved = {
+            name: p
+            for name, p in self.parameters.items()
+            if p.requires_grad and name not in covered
+        }
+        events = _size(self.moving.values()) + self._gradients_kept() // steps
+        self.step_bytes = sum(la.bytes_per_pattern * la.patterns_per_step for la in self.layers())
+        self.step_bytes += events
+        self.segments = math.ceil(steps / _steps_per(segment_bytes, self.step_bytes))
+        self.segment_bytes = segment_bytes
+
+    def layers(self) -> tuple[LayerEstimate, ...]:
+        return tuple(
+            LayerEstimate(
+                layer.name,
+                layer.in_features,
+                layer.out_features,
+                rows := sum(map(math.prod, shapes)),
+                rows * self.steps,
+                (layer.in_features + layer.out_features)
+                * self.parameters[layer.weight].element_size(),
+            )
+            for layer, shapes in self.calls.items()
+        )
+
+    def parts(self) -> dict[str, int]:
+        layers = self.layers()
+        weights = [self.parameters[layer.weight].element_size() for layer in self.calls]
+        counted = list(zip(layers, weights, strict=True))
+        return {
+            "keys": sum(la.patterns * la.in_features * size for la, size in counted),
+            "error signals": sum(la.patterns * la.out_features * size for la, size in counted),
+            "columns": self._columns(),
+            "log": self.steps * (LOG_BYTES * len(self.parameters) + 8 * len(HYPERPARAMETERS)),
+            "step-level parameters": self._gradients_kept() + self._accumulated(),
+            "buffers": self.steps * (_size(self.moving.values()) + 8 * len(self.moving)),
+            "initial state": self._initial(),
+            "weight snapshots": self._snapshots() * _pages(_size(self.parameters.values())),
+            "fingerprints and headers": self._overhead(),
+        }
+
+    def remarks(self, *, sampled: bool) -> Iterator[str]:
+        if not sampled and self.calls:
+            yield "one pattern per example and layer is assumed; a sample batch (inputs) counts"
+        if self.uncalled:
+            yield f"not called for the sample, so without patterns: {', '.join(self.uncalled)}"
+        if self.unresolved and self._is_over_budget():
+            yield (
+                f"the step budget of {decimal(self.budget)} does not hold {self.steps:,} steps of "
+                f"{', '.join(self.unresolved)}; beyond it their learned part is kept every "
+                f"{self.snapshot_every:,} steps"
+            )
+        elif self.unresolved:
+            yield f"kept step by step, without patterns: {', '.join(self.unresolved)}"
+
+    def _columns(self) -> int:
+        """Layers whose inputs have the same leading shapes share one table of columns."""
+        tables = {tuple(shapes) for shapes in self.calls.values()}
+        total = 0
+        for shapes in tables:
+            positions = any(math.prod(shape) > shape[0] for shape in shapes)
+            rows = sum(map(math.prod, shapes)) * self.steps
+            total += rows * 8 * (OWN_COLUMNS + self.tags + positions)
+        return total
+
+    def _is_over_budget(self) -> bool:
+        return self.steps * _size(self.unresolved.values()) > self.budget
+
+    def _gradients_kept(self) -> int:
+        return min(self.budget, self.steps * _size(self.unresolved.values()))
+
+    def _accumulated(self) -> int:
+        if not self._is_over_budget():
+            return 8 * self.steps * len(self.unresolved)
+        commits = self.segments + self.steps // self.snapshot_every
+        return commits * sum(8 * p.numel() for p in self.unresolved.values())
+
+    def _initial(self) -> int:
+        projections = sum(8 * (_rows(p) + p.numel() // max(1, _rows(p))) for p in self._all())
+        return _pages(_size(self._all()) + projections + _size(self.buffers.values())) + PAGE
+
+    def _snapshots(self) -> int:
+        every = max(1, math.ceil(SNAPSHOT_SHARE * _size(self._all()) / self.segment_bytes))
+        return 1 + (self.segments - 1) // every
+
+    def _overhead(self) -> int:
+        """Headers, half a page lost per tensor, fingerprints of W and m, the manifest."""
+        header = _pages(200 * (len(self.parameters) * 2 + len(self.calls) * 4 + 20))
+        prints = sum(16 * _rows(p) for p in self._all() if p.requires_grad)
+        per_segment = header + prints + len(self.calls) * PAGE + 250
+        checksums = 12 * (self.steps * self.step_bytes // CHECKSUM_BLOCK)
+        return self.segments * per_segment + checksums + 300 * len(self.parameters) + PAGE
+
+    def _all(self) -> list[Tensor]:
+        return list(self.parameters.values())
+
+
+def _moving_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Running statistics: the buffers that training changes at every step."""
+    return {
+        f"{name}.{key}": buffer
+        for name, module in model.named_modules()
+        if getattr(module, "track_running_stats", False) and module.training
+        for key, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def _steps_per(segment_bytes: int, step_bytes: int) -> int:
+    """A segment is committed at the end of the step that fills it."""
+    return math.ceil(segment_bytes / step_bytes) if step_bytes else segment_bytes
+
+
+def _size(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _rows(tensor: Tensor) -> int:
+    return int(tensor.shape[0]) if tensor.ndim else 1
+
+
+def _pages(size: int) -> int:
+    return size + -size % PAGE
+
+
+def _free_space(path: str | Path | None) -> tuple[Path | None, int | None]:
+    if path is None:
+        return None, None
+    place = Path(path)
+    there = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
+    try:
+        return place, shutil.disk_usage(there).free
+    except OSError as error:
+        raise DualFormError(
+            f"the free space at {place} cannot be read: {error.strerror}"
+        ) from error

@@ -1,0 +1,163 @@
+"""What a manifest says of the recorded model: layers, parameters, buffers, columns, remarks.
+
+Read with suspicion: a manifest may be damaged, of a newer kind, or made by hand. Whatever is not
+what it should be raises one of `files.WRONG` here, and the memory is not opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+
+from dualform.layers import Layer
+from dualform.memory.files import count, numbered_file, text
+from dualform.memory.segments import Segment
+from dualform.memory.tensor_files import WrittenFile
+
+COVERAGES = ("patterns", "steps", "accumulated", "untrained")
+KINDS = ("int", "float", "bool", "string")
+LAYER_KINDS = ("linear",)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the recorded model and how its training is accounted for.
+
+    `coverage` is "patterns" (every pattern known), "steps" (its gradient kept at every step),
+    "accumulated" (its learned part kept every so many steps) or "untrained".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    coverage: str
+    layers: tuple[str, ...] = ()
+    role: str | None = None
+    eps: float = 0.0
+    """The relative rounding of the arithmetic that made its gradients (autocast: a coarser one)."""
+    accumulated_since: int | None = None
+
+    @property
+    def height(self) -> int:
+        """d0: how many rows it has as the matrix [d0, rest] that fingerprints look at."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def width(self) -> int:
+        """How many columns it has as that matrix."""
+        return prod(self.shape[1:])
+
+    @property
+    def layer(self) -> str | None:
+        """The layer that uses it (the first, where several share it)."""
+        return self.layers[0] if self.layers else None
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of the recorded model: "recorded" if training changed it, else "constant"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    coverage: str
+
+
+class Description:
+    """The manifest's content, each part what it should be."""
+
+    def __init__(self, manifest: dict[str, Any]) -> None:
+        self.steps = count(manifest["steps"])
+        self.closed = bool(manifest["closed"])
+        self.exact = bool(manifest["exact"])
+        self.layers = _by_name((_layer(e) for e in manifest["layers"]), lambda pair: pair[0].name)
+        self.parameters = _by_name(
+            (_parameter(e, self.layers) for e in manifest["parameters"]), lambda p: p.name
+        )
+        self.buffers = _by_name((_buffer(e) for e in manifest["buffers"]), lambda b: b.name)
+        self.columns = {text(name): text(kind) for name, kind in manifest["columns"]}
+        self.remarks = tuple(text(r) for r in manifest["remarks"])
+        self.environment = {str(k): v for k, v in manifest["environment"].items()}
+        self.initial = WrittenFile.from_json(manifest["initial"])
+        self.snapshots = {count(e["step"]): numbered_file(e) for e in manifest["snapshots"]}
+
+    def agree(self, segments: Sequence[Segment]) -> None:
+        """Raise unless the parts fit each other."""
+        if self.columns.get("step") != "int" or not set(self.columns.values()) <= set(KINDS):
+            raise ValueError("the columns are not of known kinds")
+        for layer, _ in self.layers.values():
+            shapes: dict[str, tuple[int, ...]] = {
+                layer.weight: (layer.out_features, layer.in_features)
+            }
+            if layer.bias is not None:
+                shapes[layer.bias] = (layer.out_features,)
+            for name, shape in shapes.items():
+                if self.parameters[name].shape != shape:
+                    raise ValueError(f"layer {layer.name!r} does not fit its parameter {name!r}")
+        expected = 0
+        for segment in segments:
+            if segment.first_step != expected or not segment.steps:
+                raise ValueError(f"segment {segment.path.name} does not follow the one before")
+            expected = segment.end
+        if expected != self.steps:
+            raise ValueError(f"the segments hold {expected} steps, not {self.steps}")
+
+
+def _by_name(things: Iterable[T], name: Callable[[T], str]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for thing in things:
+        if name(thing) in found:
+            raise ValueError(f"{name(thing)!r} occurs twice")
+        found[name(thing)] = thing
+    return found
+
+
+def _layer(entry: dict[str, Any]) -> tuple[Layer, torch.dtype]:
+    if entry["kind"] not in LAYER_KINDS:
+        raise ValueError(f"layers of kind {entry['kind']!r} are not known to this dualform")
+    layer = Layer(
+        text(entry["name"]),
+        entry["kind"],
+        text(entry["weight"]),
+        None if entry["bias"] is None else text(entry["bias"]),
+        count(entry["in_features"]),
+        count(entry["out_features"]),
+    )
+    return layer, _dtype(entry["dtype"])
+
+
+def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
+    if entry["coverage"] not in COVERAGES or entry["role"] not in ("weight", "bias", None):
+        raise ValueError(
+            f"{entry['name']!r} is {entry['role']!r}, covered by {entry['coverage']!r}"
+        )
+    since = entry["accumulated_since"]
+    return Parameter(
+        text(entry["name"]),
+        tuple(map(count, entry["shape"])),
+        _dtype(entry["dtype"]),
+        entry["coverage"],
+        tuple(text(name) for name in entry["layers"] if name in layers),  # others: never used
+        entry["role"],
+        float(entry["eps"]),
+        None if since is None else count(since),
+    )
+
+
+def _buffer(entry: dict[str, Any]) -> Buffer:
+    if entry["coverage"] not in ("recorded", "constant"):
+        raise ValueError(f"buffer {entry['name']!r} is covered by {entry['coverage']!r}")
+    shape = tuple(map(count, entry["shape"]))
+    return Buffer(text(entry["name"]), shape, _dtype(entry["dtype"]), entry["coverage"])
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype

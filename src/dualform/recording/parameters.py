@@ -1,0 +1,122 @@
+"""The parameters of the model under recording: what is known of each, and how it is covered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.errors import RecordingError
+from dualform.layers import Layer
+from dualform.learning_rules import momentum_buffer
+from dualform.recording.audit import ParameterAudit
+
+
+@dataclass
+class Watched:
+    """One parameter of the model, as the recorder follows it."""
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    audit: ParameterAudit
+    momentum: Tensor | None  # the optimizer's buffer when recording began
+    layers: list[Layer] = field(default_factory=list)
+    role: str | None = None
+    coverage: str = "untrained"
+    backward: int = -1  # the last backward pass that reached it
+    seen: int = -1  # the last step with patterns of it
+    spoiled: bool = False  # no longer where the learning rule puts it
+
+    def describe(self, accumulated_since: int | None) -> dict[str, Any]:
+        """The manifest's entry."""
+        return {
+            "name": self.name,
+            "shape": list(self.parameter.shape),
+            "dtype": dtype_name(self.parameter),
+            "coverage": self.coverage if accumulated_since is None else "accumulated",
+            "accumulated_since": accumulated_since,
+            "eps": self.audit.gradient_eps,
+            "layers": [layer.name for layer in self.layers if self.coverage == "patterns"],
+            "role": self.role,
+        }
+
+
+class Parameters:
+    """Every parameter of the model, by identity and by name."""
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[Layer], optimizers: Iterable[Optimizer], seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
+        self.by_name: dict[str, Watched] = {}
+        self._by_id: dict[int, Watched] = {}
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            if not parameter.is_floating_point():
+                raise RecordingError(
+                    f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point "
+                    "parameters can be accounted for"
+                )
+            momentum = buffers.get(id(parameter))
+            audit = ParameterAudit(parameter, momentum, generator)
+            watched = Watched(index, name, parameter, audit, momentum)
+            self.by_name[name] = self._by_id[id(parameter)] = watched
+        for layer in layers:
+            for role, name in (("weight", layer.weight), ("bias", layer.bias)):
+                if name is not None:
+                    self.by_name[name].layers.append(layer)
+                    self.by_name[name].role = role
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def __iter__(self) -> Any:
+        return iter(self.by_name.values())
+
+    def of(self, parameter: nn.Parameter) -> Watched:
+        """The entry of a parameter that an optimizer trains; it must be the model's."""
+        watched = self._by_id.get(id(parameter))
+        if watched is None:
+            raise RecordingError(
+                f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in "
+                "the model given to record. Give a module that holds all trained parameters, such "
+                "as nn.ModuleList([model, criterion]), and call its parts as before"
+            )
+        return watched
+
+    def of_layer(self, layer: Layer) -> list[Watched]:
+        return [self.by_name[name] for name in layer.parameters]
+
+    def initial(self) -> Mapping[str, Tensor]:
+        """What a memory keeps of every parameter as recording begins."""
+        kept: dict[str, Tensor] = {}
+        for watched in self.by_name.values():
+            kept[f"parameters/{watched.name}"] = watched.parameter
+            kept[f"probes/{watched.name}"] = watched.audit.probe64
+            kept[f"sketches/{watched.name}"] = watched.audit.sketch64
+            if watched.momentum is not None:
+                kept[f"momentum/{watched.name}"] = watched.momentum
+            watched.momentum = None
+        return kept
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_reset(gradient: Tensor | None) -> bool:
+    """Whether there is no gradient: none at all, or all zeros (looked at sparingly first)."""
+    if gradient is None:
+        return True
+    flat = gradient.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 64)]
+    return not bool(sample.any()) and not bool(flat.any())

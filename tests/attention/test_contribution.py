@@ -1,0 +1,197 @@
+"""Contributions add up to the output, pattern by pattern, and autograd agrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualform as df
+from dualform.learning_rules import coefficients
+
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("target", [0, 3, [1.0, -1.0, 0.0, 0.5]])
+def test_for_the_last_layer_the_parts_add_up_to_the_logit(run: Any, target: Any) -> None:
+    contribution = run.dual.contribute(run.inputs[:1], target=target)
+    with torch.no_grad():
+        logits = run.model(run.inputs[:1])[0]
+    wanted = logits[target] if isinstance(target, int) else logits @ torch.tensor(target).double()
+    assert contribution.layer == "fc3"
+    assert contribution.total == pytest.approx(float(wanted), abs=EXACT)
+    assert contribution.primal == pytest.approx(float(wanted), abs=EXACT)
+    assert abs(contribution.residual) <= EXACT
+    assert sum(contribution.shares.values()) == pytest.approx(contribution.total, abs=EXACT)
+
+
+def test_each_value_is_coefficient_times_attention_times_error_signal(run: Any) -> None:
+    """Brute force: weight and bias each with their own coefficients."""
+    contribution = run.dual.contribute(run.inputs[4:5], target=2)
+    layer = run.memory.layer("fc3")
+    query = run.dual.attend(run.inputs[4:5])["fc3"].queries[0]
+    steps = layer.patterns["step"]
+    weight = torch.from_numpy(coefficients(run.memory.log("fc3.weight")).per_pattern(steps))
+    bias = torch.from_numpy(coefficients(run.memory.log("fc3.bias")).per_pattern(steps))
+    expected = (weight * (layer.keys @ query) + bias) * layer.error_signals[:, 2]
+    assert float((contribution.values - expected).abs().max()) <= EXACT
+
+
+@pytest.mark.parametrize("layer", ["fc1", "fc2"])
+def test_a_hidden_layer_is_split_along_the_gradient_autograd_gives(run: Any, layer: str) -> None:
+    x = run.inputs[2:3]
+    contribution = run.dual.contribute(x, target=1, layer=layer)
+    held: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.retain_grad()
+        held.append(output)
+
+    handle = run.model.get_submodule(layer).register_forward_hook(keep)
+    run.model(x)[0, 1].backward()
+    handle.remove()
+    run.model.zero_grad()
+    along = held[0].grad
+    assert along is not None
+    assert contribution.first_order
+    assert "first order" in contribution.caption
+    assert contribution.total == pytest.approx(float((held[0] * along).sum()), abs=EXACT)
+    assert abs(contribution.residual) <= EXACT
+
+
+def test_first_order_means_the_derivative_of_scaling_what_a_pattern_wrote(run: Any) -> None:
+    """d(logit)/d(strength) of a mask over label 1, summed over all layers, by finite difference."""
+    x, h = run.inputs[6:7], 1e-6
+    written = 0.0
+    for layer in ("fc1", "fc2", "fc3"):
+        table = run.dual.contribute(x, target=0, layer=layer).sum_by("label")
+        written += float(table["contribution"][table["label"] == 1][0])
+    weaker = float(run.dual.without(label=1, strength=h)(x)[0, 0])
+    stronger = float(run.dual.without(label=1, strength=-h)(x)[0, 0])
+    assert (stronger - weaker) / (2 * h) == pytest.approx(written, rel=1e-6)
+
+
+def test_groups_examples_and_patterns_tell_the_same_total(run: Any) -> None:
+    contribution = run.dual.contribute(run.inputs[:1], target=0)
+    written = contribution.shares["patterns"]
+    for table in (
+        contribution.sum_by("label"),
+        contribution.sum_by("task"),
+        contribution.by_example(),
+        contribution.top(1000),
+    ):
+        assert table["contribution"].sum() == pytest.approx(written, abs=EXACT)
+    assert np.all(np.diff(contribution.by_example()["contribution"]) <= 0)
+    assert len(contribution.top(1000)) == 240
+
+
+def test_top_lists_what_raises_and_what_lowers(run: Any) -> None:
+    contribution = run.dual.contribute(run.inputs[:1], target=0)
+    values = contribution.values.numpy()
+    assert contribution.top(3)["contribution"][0] == values.max()
+    assert contribution.top(3, sign="least")["contribution"][0] == values.min()
+    assert abs(contribution.top(1, sign="absolute")["contribution"][0]) == np.abs(values).max()
+    assert "positive raises it" in contribution.top(1).caption
+
+
+def test_a_warm_optimizer_has_its_share(run: Any) -> None:
+    shares = run.dual.contribute(run.inputs[:1], target=0).shares
+    assert list(shares) == ["initial weights", "initial momentum", "initial bias", "patterns"]
+    assert shares["initial momentum"] != 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 17])
+def test_in_a_view_the_parts_add_up_to_the_views_output(run: Any, at: int) -> None:
+    view = run.dual.at(at)
+    contribution = view.contribute(run.inputs[:1], target=2)
+    assert contribution.total == pytest.approx(float(view(run.inputs[:1])[0, 2]), abs=EXACT)
+    assert len(contribution.top(1000)) == at * 8
+    masked = view.without(label=[0, 1])
+    if at:
+        part = masked.contribute(run.inputs[:1], target=2)
+        assert part.total == pytest.approx(float(masked(run.inputs[:1])[0, 2]), abs=EXACT)
+
+
+def test_a_recorded_example_is_split_at_the_layers_own_outputs(run: Any) -> None:
+    dual = df.DualForm(None, run.path)
+    contribution = dual.contribute(example=5, target=1)
+    layer = run.memory.layer("fc3")
+    row = np.flatnonzero(layer.patterns["example"] == 5)[-1]
+    output = run.model.fc3(layer.keys[row])[1]
+    assert contribution.total == pytest.approx(float(output), abs=EXACT)
+    hidden = dual.contribute(example=5, target=8, layer="fc1")
+    assert hidden.layer == "fc1"
+    assert abs(hidden.residual) <= EXACT
+
+
+def test_positions_are_summed(train: Any) -> None:
+    run = train(shape=(3, 6), steps=6)
+    x = run.inputs[:1]
+    target = torch.zeros(1, 3, 4, dtype=torch.float64)
+    target[0, :, 2] = 1 / 3
+    contribution = run.dual.contribute(x, target=target)
+    assert contribution.total == pytest.approx(float(run.model(x)[0, :, 2].mean()), abs=EXACT)
+    with pytest.raises(df.QueryError, match="own shape"):
+        run.dual.contribute(x, target=2)
+
+
+class Tied(nn.Module):
+    """The last layer's weight is also used below it; the layer in between is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below = nn.Linear(6, 6)
+        self.twice = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.below.weight
+        self.head = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.below(x))))))
+        output: Tensor = self.last(self.head(h))[..., :4]
+        return output
+
+
+def test_shared_and_repeated_layers_add_up_too(train: Any) -> None:
+    run = train(Tied, steps=8)
+    x = run.inputs[:1]
+    with pytest.raises(df.QueryError, match="first order"):
+        run.dual.contribute(x, target=0)
+    for layer in ("below", "twice", "last"):
+        contribution = run.dual.contribute(x, target=0, layer=layer)
+        assert abs(contribution.residual) <= EXACT
+    assert "weights written by below" in contribution.shares
+
+
+def test_a_layer_changed_in_place_afterwards_is_not_the_output(train: Any) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True))
+
+    run = train(build, steps=4)
+    with pytest.raises(df.QueryError, match="layer=one of 0"):
+        run.dual.contribute(run.inputs[:1], target=0)
+    assert run.dual.contribute(run.inputs[:1], target=0, layer="0").first_order
+
+
+def test_a_model_that_returns_no_tensor_is_refused(train: Any) -> None:
+    class Dressed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.fc(x)
+            return y if self.training else {"logits": y}
+
+    run = train(Dressed, steps=3)
+    with pytest.raises(df.QueryError, match="returns a dict"):
+        run.dual.contribute(run.inputs[:1], target=0)
+
+
+def test_the_repr_shows_the_sum(run: Any) -> None:
+    text = repr(run.dual.contribute(run.inputs[:1], target=0))
+    for words in ("initial weights", "patterns", "total", "primal", "residual", "positive raises"):
+        assert words in text

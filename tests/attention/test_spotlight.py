@@ -1,0 +1,195 @@
+"""Attention weights against brute force: the same numbers by one matrix product over all keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import dualform as df
+from dualform.attention import engine
+
+
+def brute(run: Any, layer: str, queries: torch.Tensor) -> np.ndarray[Any, Any]:
+    weights: np.ndarray[Any, Any] = (queries @ run.memory.layer(layer).keys.T).numpy()
+    return weights
+
+
+def hidden(run: Any, x: torch.Tensor) -> torch.Tensor:
+    """What fc2 receives, computed by hand."""
+    with torch.no_grad():
+        received: torch.Tensor = torch.tanh(run.model.fc1(x))
+    return received
+
+
+def test_the_queries_of_an_input_are_what_each_layer_receives(run: Any, difference: Any) -> None:
+    x = run.inputs[:3]
+    attention = run.dual.attend(x)
+    assert list(attention) == ["fc1", "fc2", "fc3"]
+    assert torch.equal(attention["fc1"].queries, x)
+    assert difference(attention["fc2"].queries, hidden(run, x)) <= 1e-12
+
+
+def test_weights_are_key_times_query(run: Any) -> None:
+    spotlight = run.dual.attend(run.inputs[:3])["fc1"]
+    expected = brute(run, "fc1", run.inputs[:3])
+    assert spotlight.weights.shape == (3, 240)
+    assert np.allclose(spotlight.weights.numpy(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sign", ["most", "least", "absolute"])
+def test_top_is_a_full_sort_cut_off(run: Any, sign: str) -> None:
+    table = run.dual.attend(run.inputs[:2])["fc2"].top(7, sign=sign)
+    weights = brute(run, "fc2", hidden(run, run.inputs[:2]))
+    ranked = {"most": weights, "least": -weights, "absolute": np.abs(weights)}[sign]
+    for query in range(2):
+        mine = table["query"] == query
+        best = np.sort(ranked[query])[::-1][:7]
+        found = weights[query][table["pattern"][mine]]
+        assert np.allclose(np.abs(found), np.abs(best), rtol=0, atol=1e-12)
+        assert np.allclose(table["weight"][mine], found, rtol=0, atol=1e-12)
+
+
+def test_top_by_group_is_the_top_of_each_group(run: Any) -> None:
+    table = run.dual.attend(run.inputs[:1])["fc1"].top(3, by="label")
+    weights = brute(run, "fc1", run.inputs[:1])[0]
+    labels = run.memory.layer("fc1").patterns["label"]
+    for label in range(4):
+        mine = table["weight"][table["label"] == label]
+        assert np.allclose(mine, np.sort(weights[labels == label])[::-1][:3], rtol=0, atol=1e-12)
+
+
+def test_the_same_input_seen_again_ties_and_the_earlier_visit_comes_first(run: Any) -> None:
+    table = run.dual.attend(run.inputs[11:12])["fc1"].top(240)
+    examples, patterns = table["example"], table["pattern"]
+    for example in np.unique(examples):
+        visits = patterns[examples == example]
+        assert np.all(np.diff(visits) > 0)
+        assert len(set(table["weight"][examples == example].tolist())) == 1
+
+
+def test_sums_by_group_add_up_signed_and_absolute(run: Any) -> None:
+    spotlight = run.dual.attend(run.inputs[:2])["fc1"]
+    table = spotlight.sum_by("label")
+    weights = brute(run, "fc1", run.inputs[:2])
+    labels = run.memory.layer("fc1").patterns["label"]
+    for row in table.rows():
+        mine = weights[row["query"]][labels == row["label"]]
+        assert row["sum"] == pytest.approx(mine.sum(), abs=1e-11)
+        assert row["absolute"] == pytest.approx(np.abs(mine).sum(), abs=1e-11)
+        assert row["patterns"] == len(mine)
+
+
+def test_text_columns_group_too(run: Any) -> None:
+    table = run.dual.attend(run.inputs[:1])["fc1"].sum_by("task")
+    assert table["task"].tolist() == ["first", "second"]
+    assert table["patterns"].tolist() == [120, 120]
+
+
+def test_the_timeline_adds_up_to_the_whole(run: Any) -> None:
+    spotlight = run.dual.attend(run.inputs[:1])["fc1"]
+    line = spotlight.over("step", bins=7)
+    assert line["from"][0] == 0
+    assert line["to"][-1] == 30
+    assert np.array_equal(line["to"][:-1], line["from"][1:])
+    assert line["sum"].sum() == pytest.approx(float(spotlight.weights.sum()), abs=1e-10)
+    split = spotlight.over("step", bins=7, by="label")
+    assert split["sum"].sum() == pytest.approx(line["sum"].sum(), abs=1e-10)
+    assert split["patterns"].sum() == 240
+    assert len(spotlight.over("step", bins=500)) == 30
+
+
+def test_an_earlier_view_attends_to_earlier_patterns_only(run: Any) -> None:
+    spotlight = run.dual.at(10).attend(run.inputs[:1])["fc1"]
+    assert spotlight.weights.shape == (1, 80)
+    assert spotlight.top(500)["step"].max() == 9
+    masked = run.dual.without(label=2).attend(run.inputs[:1])["fc1"]
+    assert 2 not in masked.top(500)["label"].tolist()
+    assert len(masked.rows) == masked.weights.shape[1]
+
+
+def test_a_recorded_example_asks_with_the_keys_of_its_last_visit(run: Any) -> None:
+    patterns = run.memory.layer("fc2").patterns
+    last = np.flatnonzero(patterns["example"] == 5)[-1]
+    spotlight = run.dual.attend(example=5)["fc2"]
+    assert torch.equal(spotlight.queries[0], run.memory.layer("fc2").keys[last])
+
+
+def test_queries_may_be_handed_over(run: Any) -> None:
+    given_one = run.dual.attend(queries=run.inputs[0], layers="fc1")["fc1"]
+    given_all = run.dual.attend(queries={"fc1": run.inputs[:1]})
+    assert list(given_all) == ["fc1"]
+    assert torch.equal(given_one.weights, given_all["fc1"].weights)
+
+
+def test_float32_inputs_to_a_float32_run_keep_their_device_and_width(train: Any) -> None:
+    run = train(dtype=torch.float32, steps=4)
+    spotlight = run.dual.attend(run.inputs[:1])["fc1"]
+    assert spotlight.queries.dtype == torch.float32
+    assert spotlight.weights.dtype == torch.float64
+    exact = run.inputs[:1].double() @ run.memory.layer("fc1").keys.double().T
+    assert float((spotlight.weights - exact).abs().max()) <= 1e-12
+
+
+def test_positions_are_queries_of_their_own(train: Any) -> None:
+    run = train(shape=(3, 6), steps=5)
+    spotlight = run.dual.attend(run.inputs[:2])["fc1"]
+    assert spotlight.queries.shape == (6, 6)
+    assert "position" in spotlight.top(2).columns
+    assert run.dual.attend(example=int(spotlight.patterns["example"][0]))["fc1"].queries.shape == (3, 6)
+
+
+def test_reprs_are_readable(run: Any) -> None:
+    attention = run.dual.attend(run.inputs[:1])
+    assert "fc2: 1 × 9 queries over 240 patterns" in repr(attention)
+    text = repr(attention["fc1"])
+    assert "key · query" in text
+    assert "label" in text
+    assert "score" not in text
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda s: s.top(0), "at least 1"),
+        (lambda s: s.top(2.5), "whole number"),
+        (lambda s: s.top(3, sign="best"), "most, least, absolute"),
+        (lambda s: s.top(3, by="colour"), "label"),
+        (lambda s: s.sum_by("colour"), "label"),
+        (lambda s: s.over("task"), "sum_by"),
+        (lambda s: s.over("step", bins=0), "at least one"),
+    ],
+)
+def test_questions_without_an_answer_name_what_exists(run: Any, ask: Any, words: str) -> None:
+    with pytest.raises(df.QueryError, match=words):
+        ask(run.dual.attend(run.inputs[:1])["fc1"])
+
+
+def test_an_unknown_layer_names_the_layers(run: Any) -> None:
+    with pytest.raises(df.QueryError, match="fc1, fc2, fc3"):
+        run.dual.attend(run.inputs[:1])["fc9"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(block=st.integers(1, 300), k=st.integers(1, 300), seed=st.integers(0, 1000))
+def test_block_size_does_not_matter(run: Any, block: int, k: int, seed: int) -> None:
+    """Remark 3.1 in small: how the sum is cut up changes nothing but the last bits."""
+    layer = run.memory.layer("fc1")
+    generator = torch.Generator().manual_seed(seed)
+    # Small whole numbers: every product is exact, and ties abound.
+    queries = torch.randint(-2, 3, (2, 6), generator=generator).double()
+    included = np.random.default_rng(seed).random(240) < 0.7
+    standard = engine.BLOCK
+    whole = engine.top_patterns(layer, queries, included, k, "most")
+    try:
+        engine.scan.__kwdefaults__["block"] = block
+        cut = engine.top_patterns(layer, queries, included, k, "most")
+    finally:
+        engine.scan.__kwdefaults__["block"] = standard
+    for one, other in zip(whole, cut, strict=True):
+        assert np.array_equal(one[0][0], other[0][0])
+        assert np.array_equal(one[0][1], other[0][1])

@@ -1,0 +1,528 @@
+"""Every way a layer is used, rebuilt: shapes, sharing, odd loops, neighbours that have no patterns.
+
+Each case is a network and a loop under one demanding learning rule (momentum, dampening, decay,
+clipping by norm, unless the case is about something else). Parameters without patterns (norms,
+embeddings, attention's packed projections) have to be rebuilt as well, from step-level accounts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, parametrizations
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 10
+RULE = {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02}
+
+Loss = Callable[[nn.Module, torch.Generator], Tensor]
+
+
+def normal(model: nn.Module, generator: torch.Generator, *shape: int) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for one, two in itertools.pairwise(widths):
+        layers += [nn.Linear(one, two, bias=bias), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def square_loss_on(*shape: int) -> Loss:
+    return lambda model, generator: model(normal(model, generator, *shape)).square().mean()
+
+
+class Recurrent(nn.Module):
+    """One cell, used once per position, and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.readout = nn.Linear(4 + 5, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = inputs.new_zeros(inputs.shape[0], 5)
+        for position in range(inputs.shape[1]):
+            state = torch.tanh(self.cell(torch.cat([inputs[:, position], state], dim=1)))
+        return self.readout(state)
+
+
+class Tied(nn.Module):
+    """Two linear modules with one weight."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 5, bias=bias), nn.Linear(5, 5, bias=bias)
+        self.two.weight = self.one.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(inputs)))
+
+
+class TwoNames(nn.Module):
+    """One module, reachable under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.again = nn.ModuleDict({"same": self.first})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.again["same"](torch.tanh(self.first(inputs)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(4, 6, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, inputs, use_reentrant=False))
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(ids)))
+
+
+class Scaled(nn.Module):
+    """A bare parameter (0-dimensional) beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Parameter(torch.zeros(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.fc(inputs) * self.scale
+
+
+class Branches(nn.Module):
+    """Two layers of which some steps use one, some the other, some both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.calls = nn.Linear(4, 3), nn.Linear(4, 3), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        used = [(self.left,), (self.right,), (self.left, self.right), ()][self.calls % 4]
+        return sum((branch(inputs) for branch in used), inputs[:, :3] * 0)
+
+
+def token_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    ids = torch.randint(0, 11, (3, 5), generator=generator)
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten() % 4)
+
+
+def uneven_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    size = int(torch.randint(1, 9, (), generator=generator))
+    return model(normal(model, generator, size, 4)).square().mean()
+
+
+def loss_with_an_empty_batch(model: nn.Module, generator: torch.Generator) -> Tensor:
+    some = model(normal(model, generator, 5, 4)).square().mean()
+    return some + model(normal(model, generator, 0, 4)).square().sum()
+
+
+def several_losses(model: nn.Module, generator: torch.Generator) -> Tensor:
+    outputs = model(normal(model, generator, 6, 4))
+    return outputs[:, 0].square().mean() + 3 * outputs[1:].abs().mean() - outputs[0, 1].cos()
+
+
+def loss_with_evaluation(model: nn.Module, generator: torch.Generator) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        model(normal(model, generator, 20, 4))
+    with torch.inference_mode():
+        model(normal(model, generator, 20, 4))
+    model.train()
+    model(normal(model, generator, 9, 4))  # differentiable, never differentiated
+    return model(normal(model, generator, 6, 4)).square().mean()
+
+
+def loss_with_saliency(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """torch.autograd.grad for inputs and for parameters leaves nothing in `.grad`."""
+    inputs = normal(model, generator, 6, 4).requires_grad_()
+    outputs = model(inputs)
+    torch.autograd.grad(outputs.sum(), inputs, retain_graph=True)
+    torch.autograd.grad(outputs.sum(), list(model.parameters()), retain_graph=True)
+    torch.autograd.grad(model(inputs).square().sum(), model[0].weight)
+    return outputs.square().mean()
+
+
+def loss_of_inputs_that_need_gradients(model: nn.Module, generator: torch.Generator) -> Tensor:
+    return model(normal(model, generator, 6, 4).requires_grad_()).square().mean()
+
+
+def detached_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """The first layers are cut off from half of the loss."""
+    hidden = model[:2](normal(model, generator, 6, 4))
+    return (model[2:](hidden) + model[2:](hidden.detach().flip(0))).square().mean()
+
+
+def view_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """Inputs that are not contiguous, expanded, transposed."""
+    inputs = normal(model, generator, 4, 3, 5).transpose(0, 2)
+    return (model(inputs) + model(normal(model, generator, 1, 1, 4).expand(5, 3, 4))).abs().mean()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "a plain network": (lambda: mlp(4, 6, 3), square_loss_on(6, 4)),
+    "a deep network": (lambda: mlp(4, 6, 6, 6, 6, 6, 3), square_loss_on(6, 4)),
+    "a single layer as the whole model": (lambda: nn.Linear(4, 3), square_loss_on(6, 4)),
+    "a single output": (lambda: mlp(4, 1), square_loss_on(6, 4)),
+    "a single input": (lambda: mlp(1, 5, 2), square_loss_on(6, 1)),
+    "batches of one": (lambda: mlp(4, 6, 3), square_loss_on(1, 4)),
+    "inputs with positions": (lambda: mlp(4, 6, 3), square_loss_on(3, 5, 4)),
+    "inputs of four dimensions": (lambda: mlp(4, 6, 3), square_loss_on(2, 3, 2, 4)),
+    "inputs of one dimension": (lambda: mlp(4, 6, 3), square_loss_on(4)),
+    "inputs that are views": (lambda: mlp(4, 6, 3), view_loss),
+    "inputs that need gradients": (lambda: mlp(4, 6, 3), loss_of_inputs_that_need_gradients),
+    "uneven batches": (lambda: mlp(4, 6, 3), uneven_loss),
+    "an empty batch beside a full one": (lambda: mlp(4, 6, 3), loss_with_an_empty_batch),
+    "no biases": (lambda: mlp(4, 6, 3, bias=False), square_loss_on(6, 4)),
+    "a layer used at every position": (Recurrent, square_loss_on(3, 4, 4)),
+    "a weight shared by two layers": (lambda: Tied(bias=True), square_loss_on(6, 5)),
+    "a weight shared by two layers without biases": (
+        lambda: Tied(bias=False),
+        square_loss_on(6, 5),
+    ),
+    "a module under two names": (TwoNames, square_loss_on(6, 5)),
+    "in-place activations": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.LeakyReLU(inplace=True)
+        ),
+        square_loss_on(6, 4),
+    ),
+    "in-place dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3, inplace=True), nn.Linear(6, 2)),
+        square_loss_on(6, 4),
+    ),
+    "layers unused in some steps": (Branches, square_loss_on(6, 4)),
+    "several losses": (lambda: mlp(4, 6, 3), several_losses),
+    "part of the loss detached": (lambda: mlp(4, 6, 3), detached_loss),
+    "evaluation inside the loop": (lambda: mlp(4, 6, 3), loss_with_evaluation),
+    "torch.autograd.grad inside the loop": (lambda: mlp(4, 6, 3), loss_with_saliency),
+    "activation checkpointing": (Checkpointed, square_loss_on(6, 4)),
+    "layer norm beside": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)),
+        square_loss_on(2, 3, 4),
+    ),
+    "batch norm beside": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
+        square_loss_on(6, 4),
+    ),
+    "a convolution beside": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 3)),
+        square_loss_on(5, 2, 4),
+    ),
+    "an embedding beside": (Tokens, token_loss),
+    "a bare parameter beside": (Scaled, square_loss_on(6, 4)),
+    "weight norm beside": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 6)), nn.Linear(6, 3)),
+        square_loss_on(6, 4),
+    ),
+    "an LSTM beside": (
+        lambda: nn.Sequential(nn.Linear(4, 6), LastState(), nn.Linear(5, 3)),
+        square_loss_on(3, 4, 4),
+    ),
+}
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.lstm(inputs)[0][:, -1]
+
+
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32], ids=["float64", "float32"]
+)
+
+
+def train(run: Any, optimizer: SGD, backward: Callable[[], None], clip: float = 0.5) -> None:
+    with run.recording(optimizer):
+        for _ in range(STEPS):
+            backward()
+            if clip:
+                clip_grad_norm_(run.model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.keep()
+
+
+def seeded(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(5)
+    return build().to(dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_of_every_step_are_rebuilt(
+    name: str, dtype: torch.dtype, new_run: Any, certify: Any
+) -> None:
+    build, loss_of = CASES[name]
+    run = new_run(seeded(build, dtype), loss_of, dtype)
+    train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
+    memory = certify(run)
+    linear = {n for n, m in run.model.named_modules() if type(m) is nn.Linear}
+    assert set(memory.layers) <= {n or "model" for n in linear}
+    assert memory.layers
+
+
+# Odd ways to go backward --------------------------------------------------------------------------
+
+BACKWARDS: dict[str, Callable[[Any], None]] = {}
+
+
+def backward(name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    def enter(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        BACKWARDS[name] = function
+        return function
+
+    return enter
+
+
+@backward("several backward passes")
+def _(run: Any) -> None:
+    run.loss().backward()
+    (run.loss() * 0.5).backward()
+    (-run.loss() * 0.1).backward()
+
+
+@backward("several backward passes through one graph")
+def _(run: Any) -> None:
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    (2 * loss).backward(retain_graph=True)
+    loss.square().backward()
+
+
+@backward("two losses of one forward pass, backward one by one")
+def _(run: Any) -> None:
+    outputs = run.model(normal(run.model, run.generator, 6, 4))
+    outputs[:, 0].square().mean().backward(retain_graph=True)
+    outputs[:3].abs().mean().backward()
+
+
+@backward("torch.autograd.backward on two losses at once")
+def _(run: Any) -> None:
+    torch.autograd.backward([run.loss(), run.loss()])
+
+
+@backward("a vector-Jacobian product")
+def _(run: Any) -> None:
+    outputs = run.model(normal(run.model, run.generator, 6, 4))
+    outputs.backward(gradient=torch.full_like(outputs, 0.1))
+
+
+@backward("create_graph")
+def _(run: Any) -> None:
+    run.loss().backward(create_graph=True)
+    for parameter in run.model.parameters():
+        parameter.grad.detach_()
+
+
+@backward("forward passes first, backward passes later and in another order")
+def _(run: Any) -> None:
+    losses = [run.loss() for _ in range(3)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+@backward("gradients for the weights only")
+def _(run: Any) -> None:
+    weights = [p for p in run.model.parameters() if p.dim() == 2]
+    for _ in range(2):
+        run.loss().backward(inputs=weights)
+
+
+@backward("gradients for the last layer only, now and then for all")
+def _(run: Any) -> None:
+    run.loss().backward(inputs=list(run.model[2].parameters()))
+    if len(run.kept) % 3 == 0:
+        run.loss().backward()
+
+
+@backward("the first micro-batch all zeros")
+def _(run: Any) -> None:
+    """Its keys are zero: the weight's gradient is zeros, the bias's is not."""
+    run.model(run.model[0].weight.new_zeros(5, 4)).sum().backward()
+    run.loss().backward()
+
+
+@backward("the first micro-batch without any error signal")
+def _(run: Any) -> None:
+    (run.loss() * 0.0).backward()
+    run.loss().backward()
+
+
+@backward("no_grad and enable_grad nested")
+def _(run: Any) -> None:
+    with torch.no_grad():
+        run.loss()
+        with torch.enable_grad():
+            loss = run.loss()
+    loss.backward()
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_odd_backward_passes_are_rebuilt(
+    name: str, dtype: torch.dtype, new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(lambda: mlp(4, 6, 3), dtype), square_loss_on(6, 4), dtype)
+    train(run, SGD(run.model.parameters(), **RULE), lambda: BACKWARDS[name](run))
+    certify(run)
+
+
+# Skipped steps where layers share -----------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("bias", [True, False], ids=["own biases", "no biases"])
+def test_a_skipped_step_leaves_nothing_of_a_shared_weight(
+    bias: bool, dtype: torch.dtype, new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(lambda: Tied(bias), dtype), square_loss_on(6, 5), dtype)
+    optimizer = SGD(run.model.parameters(), **RULE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with run.recording(optimizer):
+        for batch in range(STEPS):
+            loss = run.loss() * (float("inf") if batch in (0, 4) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if batch not in (0, 4):
+                run.keep()
+    memory = certify(run)
+    assert all(len(memory.layer(name)) == 6 * (STEPS - 2) for name in ("one", "two"))
+    assert any("dropped" in remark for remark in memory.remarks)
+
+
+# Lower precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_shape", [(16, 4), (4, 4, 4)], ids=["matrix", "positions"])
+def test_autocast_to_bfloat16_is_rebuilt_to_bfloat16_precision(
+    batch_shape: tuple[int, ...], new_run: Any, certify: Any
+) -> None:
+    """Weights stay float32, but every gradient is the sum of bfloat16 products: eps = 2⁻⁷."""
+
+    def loss_of(model: nn.Module, generator: torch.Generator) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(normal(model, generator, *batch_shape))
+        return outputs.float().square().mean()
+
+    run = new_run(seeded(lambda: mlp(4, 6, 3), torch.float32), loss_of, torch.float32)
+    train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
+    memory = certify(run)
+    assert all(p.eps == torch.finfo(torch.bfloat16).eps for p in memory.parameters.values())
+
+
+# Attention's packed projections -------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.encoder(inputs))
+
+
+@both_dtypes
+def test_a_transformer_encoder_is_rebuilt_its_attention_step_by_step(
+    dtype: torch.dtype, new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(Encoder, dtype), square_loss_on(2, 3, 8), dtype)
+    optimizer = SGD(run.model.parameters(), **RULE)
+    with pytest.warns(UserWarning, match=r"out_proj.weight' got a gradient though its layer"):
+        train(run, optimizer, lambda: run.loss().backward())
+    memory = certify(run)
+    assert set(memory.layers) == {
+        *(f"encoder.layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)),
+        "head",
+    }
+    coverage = {name: p.coverage for name, p in memory.parameters.items()}
+    assert coverage["encoder.layers.0.self_attn.in_proj_weight"] == "steps"
+    assert coverage["encoder.layers.0.self_attn.out_proj.weight"] == "steps"
+    assert coverage["encoder.layers.0.norm1.weight"] == "steps"
+    assert coverage["encoder.layers.1.linear2.bias"] == "patterns"
+
+
+# Step-level parameters beyond their budget --------------------------------------------------------
+
+
+@both_dtypes
+def test_beyond_the_budget_the_learned_part_is_exact_where_it_is_kept(
+    dtype: torch.dtype, new_run: Any, by_hand: Any, off_by: Any
+) -> None:
+    import dualform as df
+
+    build, loss_of = CASES["layer norm beside"]
+    run = new_run(seeded(build, dtype), loss_of, dtype, step_budget=400, snapshot_every=5)
+    train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
+    memory = df.Memory.open(run.path)
+    accumulated = [n for n, p in memory.parameters.items() if p.coverage == "accumulated"]
+    assert accumulated
+    for at in (5, 10):
+        weights = df.DualForm(run.model, memory).at(at).weights(dtype=torch.float64)
+        for name, checkpoint_ in run.kept[at].items():
+            bound = 1e-12 if dtype == torch.float64 else run.float32_bound(name, at, 1.2e-7)
+            assert off_by(weights[name], checkpoint_) <= bound
+    since = max(memory.parameters[name].accumulated_since for name in accumulated)
+    between = next(s for s in range(since + 1, STEPS) if s % 5)
+    with pytest.raises(df.QueryError, match=r"the nearest are \["):
+        df.DualForm(run.model, memory).at(between).weights()
+
+
+@contextlib.contextmanager
+def batch_norm_run(run: Any) -> Any:
+    kept = {0: {n: b.clone() for n, b in run.model.named_buffers()}}
+    optimizer = SGD(run.model.parameters(), **RULE)
+    with run.recording(optimizer):
+        for step in range(STEPS):
+            run.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.keep()
+            kept[step + 1] = {n: b.clone() for n, b in run.model.named_buffers()}
+    yield kept
+
+
+@both_dtypes
+def test_running_statistics_are_those_of_the_step(
+    dtype: torch.dtype, new_run: Any, certify: Any
+) -> None:
+    build, loss_of = CASES["batch norm beside"]
+    run = new_run(seeded(build, dtype), loss_of, dtype)
+    with batch_norm_run(run) as kept:
+        memory = certify(run)
+        for at, buffers in kept.items():
+            for name, value in buffers.items():
+                assert torch.equal(memory.buffer(name, at), value)
