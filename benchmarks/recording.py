@@ -12,6 +12,7 @@ included, and each chunk waits until everything is on disk before its clock stop
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pickle
 import shutil
@@ -35,7 +36,7 @@ TARGETS = {"main-thread CPU": 1.15, "wall": 1.20, "total CPU": 1.25}
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for a, b in zip(SIZES, SIZES[1:], strict=False):
+    for a, b in itertools.pairwise(SIZES):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -82,7 +83,9 @@ class Clones(Contender):
         super().__init__("clones in lists")
         self.kept: list[Tensor] = []
         for layer in self.linears():
-            layer.register_forward_hook(lambda m, i, o: self.kept.append(i[0].detach().cpu().clone()))
+            layer.register_forward_hook(
+                lambda m, i, o: self.kept.append(i[0].detach().cpu().clone())
+            )
             layer.register_full_backward_hook(lambda m, i, o: self.kept.append(o[0].cpu().clone()))
 
     def finish(self) -> None:
@@ -124,11 +127,15 @@ def measure(run: Callable[[], None]) -> tuple[float, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--chunk", type=int, default=150)
     parser.add_argument("--naive", type=int, default=4, help="chunks of the naive ways")
-    parser.add_argument("--path", default=None, help="where to record (default: a temporary directory)")
+    parser.add_argument(
+        "--path", default=None, help="where to record (default: a temporary directory)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
@@ -153,7 +160,9 @@ def main() -> None:
                 for contender in turn:
                     cost = measure(lambda c=contender, i=index: c.chunk(images, labels, batches[i]))
                     after = measure(lambda i=index: plain.chunk(images, labels, batches[i]))
-                    ratios = tuple(2 * c / (a + b) for c, a, b in zip(cost, before, after, strict=True))
+                    ratios = tuple(
+                        2 * c / (a + b) for c, a, b in zip(cost, before, after, strict=True)
+                    )
                     times.setdefault(contender.name, []).append(ratios)
                     before = after
         memory = df.Memory.open(directory / "run")

@@ -23,7 +23,7 @@ def test_a_layer_trained_by_gradient_descent_is_an_attention_over_its_training()
         weight -= learning_rate * error_signal.T @ inputs
         keys.append(inputs)
         signals.append(error_signal)
-    values = dual.values(torch.cat(signals), torch.full((24,), -learning_rate).double())
+    values = dual.values(torch.cat(signals), torch.full((24,), -learning_rate, dtype=torch.float64))
     queries = random(7, 5, seed=2)
     assert torch.allclose(
         dual.primal(weight, queries),

@@ -14,7 +14,8 @@ from dualform.table import SHOWN_ROWS, Table
 
 def small() -> Table:
     return Table(
-        {"label": [3, 7], "weight": [1.5, -0.25], "task": ["a", None]}, "positive = alike, in logits"
+        {"label": [3, 7], "weight": [1.5, -0.25], "task": ["a", None]},
+        "positive = alike, in logits",
     )
 
 

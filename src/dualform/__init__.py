@@ -5,8 +5,6 @@ Record any training run, then ask for any prediction which training patterns eac
 some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
 """
 
-__version__ = "0.1.0"
-
 from dualform.attention import (
     Attention,
     Contribution,
@@ -26,6 +24,7 @@ from dualform.estimate import Estimate, estimate
 from dualform.memory import LayerMemory, Memory, Patterns
 from dualform.recording import Recorder, record
 from dualform.table import Table
+from dualform.version import __version__ as __version__
 
 __all__ = [
     "Attention",

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 import dualform as df
 
+TAKEN = frozenset({"by", "example", "layer", "layers", "progress", "queries", "target"})
+"""Keyword arguments of `DualForm`'s own verbs, which an input cannot be called."""
+
 
 def example_id(memory: df.Memory, text: str) -> Any:
     """An id as it was tagged: a string where ids are strings, else a number."""
@@ -29,8 +32,9 @@ def example_id(memory: df.Memory, text: str) -> Any:
             "this memory was recorded without example ids, so --example has nothing to find; its "
             f"columns are {', '.join(memory.columns)}. Tag them: recorder.tag(example=ids)"
         )
-    known = memory.layer(memory.layers[0]).patterns.values("example")[:1]
-    if known and isinstance(known[0], str):
+    layers = (memory.layer(name) for name in memory.layers)
+    known = [value for layer in layers for value in layer.patterns.values("example")[:1]]
+    if not known or isinstance(known[0], str):
         return text
     try:
         return int(text)
@@ -45,7 +49,16 @@ def read_input(file: Path | None) -> tuple[tuple[Tensor, ...], dict[str, Tensor]
     if file is None:
         return (), {}
     tensors = _read_tensors(file)
-    return (tuple(tensors.values()), {}) if len(tensors) == 1 else ((), tensors)
+    if len(tensors) == 1:
+        return tuple(tensors.values()), {}
+    taken = sorted(TAKEN & tensors.keys())
+    if taken:
+        raise df.DualFormError(
+            f"{file} holds several tensors, which become keyword arguments by their names, and one "
+            f"is called {taken[0]!r}, a word of dualform's own. Ask in Python, with a module that "
+            "takes the inputs under other names"
+        )
+    return (), tensors
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:

@@ -101,15 +101,18 @@ def demo(path: Path | None, overwrite: bool, seed: int, steps: int, as_json: boo
     recording; certifies that primal = dual; shows for a few test digits what each layer attended to
     and what wrote the winning logit; takes part of the training away; travels back in time.
     """
-    from dualform.demo import draw, farewell, tell
+    from dualform.demo import draw, farewell, opening, tell
 
     told = []
+    if not as_json:
+        terminal.show(opening(steps))
     with tempfile.TemporaryDirectory(prefix="dualform-") as temporary:
         place = Path(temporary) / "demo" if path is None else path
         with terminal.progress_bar() as progress:
             story = tell(place, seed=seed, steps=steps, overwrite=overwrite, progress=progress)
             for chapter in story:
                 told.append(chapter.to_dict())
+                progress.clear()
                 if not as_json:
                     terminal.show(draw(chapter))
     if as_json:
@@ -214,7 +217,8 @@ def attend(
         answer = {n: {k: t.to_dict() for k, t in tables.items()} for n, tables in found.items()}
         terminal.show_json({"run": str(run), "step": dual.step, "layers": answer})
     else:
-        terminal.show(*(table for tables in found.values() for table in tables.values()))
+        tables = [table for answers in found.values() for table in answers.values()]
+        terminal.show(*map(overview.narrow, tables))
 
 
 @main.command()
@@ -264,7 +268,7 @@ def contribute(
         tables = {name: table.to_dict() for name, table in listed.items()}
         terminal.show_json({"run": str(run), "step": dual.step, **answer.to_dict(), **tables})
     else:
-        terminal.show(overview.draw_sum(answer), *listed.values())
+        terminal.show(overview.draw_sum(answer), *map(overview.narrow, listed.values()))
 
 
 @main.command()
@@ -321,3 +325,7 @@ def _question(
     if example is not None:
         query["example"] = arguments.example_id(memory, example)
     return (dual if at is None else dual.at(at)), query
+
+
+if __name__ == "__main__":
+    main(prog_name="dualform")

@@ -18,7 +18,7 @@ EXAMPLE = "example"
 """The name of the index in items that are dicts, and of the column it is meant for."""
 
 
-def with_index(dataset: Any) -> Dataset[Any]:
+def with_index(dataset: Any) -> WithIndex:
     """The same dataset with each item's index in front.
 
     Example:
@@ -37,10 +37,10 @@ def with_index(dataset: Any) -> Dataset[Any]:
             "dataset; let an iterable one yield an id with each item itself, and give that to "
             "recorder.tag(example=...)"
         )
-    return _WithIndex(dataset)
+    return WithIndex(dataset)
 
 
-class _WithIndex(Dataset[Any]):
+class WithIndex(Dataset[Any]):
     """A map-style dataset whose items know their place; loader workers can unpickle it."""
 
     def __init__(self, dataset: Any) -> None:

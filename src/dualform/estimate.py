@@ -27,7 +27,8 @@ from dualform.errors import DualFormError
 from dualform.layers import Layer, find_layers
 from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
-from dualform.recording.recorder import SNAPSHOT_EVERY, SNAPSHOT_SHARE, STEP_BUDGET
+from dualform.recording.entry import SNAPSHOT_EVERY, STEP_BUDGET
+from dualform.recording.recorder import SNAPSHOT_SHARE
 from dualform.recording.sink import SEGMENT_BYTES, SETS
 from dualform.table import Table
 
@@ -101,7 +102,7 @@ class Estimate:
     def table(self) -> Table:
         """One line per layer: keys and error signals only."""
         layers = self.layers
-        columns = {
+        columns: dict[str, Any] = {
             "layer": [layer.name for layer in layers],
             "d_in → d_out": [f"{layer.in_features} → {layer.out_features}" for layer in layers],
             "patterns/step": [layer.patterns_per_step for layer in layers],

@@ -2,7 +2,7 @@
 
 Step s turns the parameter W and the momentum buffer m into
 
-    [W, m]  ←  M_s [W, m] + κ_s N_s G_s                    G_s = Σ_t δ_t ⊗ x_t over the step's patterns
+    [W, m]  ←  M_s [W, m] + κ_s N_s G_s            G_s = Σ_t δ_t ⊗ x_t over the step's patterns
 
 with scalars only, so after S steps  W_S = a W_0 + h m_0 + Σ_s c_s G_s.  The coefficients come from
 one backward recursion of 2-vectors, ρ_S = (1, 0), ρ_{s-1} = ρ_s M_s:  c_s = κ_s ρ_s·N_s and
@@ -85,7 +85,7 @@ class ParameterLog:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """W = initial · W_0 + momentum · m_0 + Σ_s steps[s] · G_s, for one parameter after `at` updates."""
+    """W = initial · W_0 + momentum · m_0 + Σ_s steps[s] · G_s, for one parameter at one step."""
 
     initial: float
     momentum: float

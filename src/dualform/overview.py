@@ -93,7 +93,7 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
     yield _grid(
         "column",
         ["column", "values", ""],
-        [[c["name"], f"{c['distinct']:,}", _values(c)] for c in found["columns"]],
+        [[c["name"], f"{c['distinct']:,}", _values(c)] for c in found["columns"] if c["distinct"]],
     )
 
 
@@ -109,6 +109,14 @@ def draw_sum(contribution: df.Contribution) -> RenderableType:
     grid.add_row("residual", f"{contribution.residual:+.1e}")
     head = Text(f"Contribution to {contribution.target}, layer {contribution.layer}", style="bold")
     return Group(head, Padding(grid, (0, 0, 0, 2)))
+
+
+def narrow(table: df.Table) -> df.Table:
+    """The table without the recorder's own columns where they say nothing, to fit the screen."""
+    idle = [n for n in ("microbatch", "call", "position") if n in table.columns]
+    idle = [name for name in idle if len(set(table[name].tolist())) < 2]
+    kept = {name: table[name] for name in table.columns if name not in idle}
+    return df.Table(kept, table.caption)
 
 
 def _layer(layer: df.LayerMemory) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def _state(found: dict[str, Any], state: str) -> str:
 
 
 def _coverage(parameter: dict[str, Any]) -> str:
-    coverage = parameter["coverage"]
+    coverage = str(parameter["coverage"])
     if coverage == "patterns":
         return f"every pattern of {', '.join(parameter['layers'])}"
     if coverage == "accumulated":

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,10 +81,16 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print results."""
+    """Print results; where nobody pads lines for a screen, without blanks at their ends."""
     out = console()
-    for part in parts:
-        out.print(part)
+    if out.is_terminal:
+        for part in parts:
+            out.print(part)
+        return
+    with out.capture() as captured:
+        for part in parts:
+            out.print(part)
+    click.echo("\n".join(line.rstrip() for line in captured.get().split("\n")), nl=False)
 
 
 def show_json(value: Any) -> None:
@@ -92,33 +98,39 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
 
 
+class Bar:
+    """A progress bar on standard error; shown only on a terminal, and only after a moment."""
+
+    def __init__(self) -> None:
+        self._live: Progress | None = None
+        self._since = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """So much of something is done."""
+        if self._live is None:
+            if not sys.stderr.isatty() or time.monotonic() - self._since < PATIENCE:
+                return
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._live = Progress(*columns, console=console(stderr=True), transient=True)
+            self._live.add_task("")
+            self._live.start()
+        self._live.update(self._live.task_ids[0], description=what, completed=done, total=total)
+
+    def clear(self) -> None:
+        """Take the bar off the screen, so that something else can be printed."""
+        if self._live is not None:
+            self._live.stop()
+        self._live, self._since = None, time.monotonic()
+
+
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error for what takes longer than a moment; only on a terminal.
-
-    Yields a function to be called with (what, done, total).
-    """
-    started = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console(stderr=True), transient=True)
-    task = bar.add_task("", total=None)
-    is_terminal, begun = sys.stderr.isatty(), False
-
-    def advance(what: str, done: int, total: int) -> None:
-        nonlocal begun
-        if not is_terminal:
-            return
-        if not begun and time.monotonic() - started > PATIENCE:
-            bar.start()
-            begun = True
-        if begun:
-            bar.update(task, description=what, completed=done, total=total)
-
+def progress_bar() -> Iterator[Bar]:
+    """A bar for what may take longer than a moment; call it with (what, done, total)."""
+    bar = Bar()
     try:
-        yield advance
+        yield bar
     finally:
-        if begun:
-            bar.stop()
+        bar.clear()
 
 
 @contextmanager

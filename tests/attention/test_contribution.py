@@ -58,7 +58,7 @@ def test_a_hidden_layer_is_split_along_the_gradient_autograd_gives(run: Any, lay
     assert along is not None
     assert contribution.first_order
     assert "first order" in contribution.caption
-    assert contribution.total == pytest.approx(float((held[0] * along).sum()), abs=EXACT)
+    assert contribution.total == pytest.approx(float((held[0].detach() * along).sum()), abs=EXACT)
     assert abs(contribution.residual) <= EXACT
 
 
@@ -120,7 +120,7 @@ def test_a_recorded_example_is_split_at_the_layers_own_outputs(run: Any) -> None
     contribution = dual.contribute(example=5, target=1)
     layer = run.memory.layer("fc3")
     row = np.flatnonzero(layer.patterns["example"] == 5)[-1]
-    output = run.model.fc3(layer.keys[row])[1]
+    output = run.model.fc3(layer.keys[row])[1].detach()
     assert contribution.total == pytest.approx(float(output), abs=EXACT)
     hidden = dual.contribute(example=5, target=8, layer="fc1")
     assert hidden.layer == "fc1"
@@ -133,7 +133,9 @@ def test_positions_are_summed(train: Any) -> None:
     target = torch.zeros(1, 3, 4, dtype=torch.float64)
     target[0, :, 2] = 1 / 3
     contribution = run.dual.contribute(x, target=target)
-    assert contribution.total == pytest.approx(float(run.model(x)[0, :, 2].mean()), abs=EXACT)
+    assert contribution.total == pytest.approx(
+        float(run.model(x)[0, :, 2].mean().detach()), abs=EXACT
+    )
     with pytest.raises(df.QueryError, match="own shape"):
         run.dual.contribute(x, target=2)
 

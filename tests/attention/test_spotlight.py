@@ -140,7 +140,10 @@ def test_positions_are_queries_of_their_own(train: Any) -> None:
     spotlight = run.dual.attend(run.inputs[:2])["fc1"]
     assert spotlight.queries.shape == (6, 6)
     assert "position" in spotlight.top(2).columns
-    assert run.dual.attend(example=int(spotlight.patterns["example"][0]))["fc1"].queries.shape == (3, 6)
+    assert run.dual.attend(example=int(spotlight.patterns["example"][0]))["fc1"].queries.shape == (
+        3,
+        6,
+    )
 
 
 def test_reprs_are_readable(run: Any) -> None:

@@ -105,7 +105,7 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     return off / max(float(other.abs().max()), 1e-30) if off else off
 
 
-def assert_rebuilds(run: Run, memory: df.Memory, bound_factor: float = 1.0) -> None:
+def assert_rebuilds(run: Run, memory: df.Memory) -> None:
     """Both rebuilds meet the checkpoints of the run, at the end and at earlier steps."""
     last = len(run.kept) - 1
     assert memory.steps == last
@@ -117,7 +117,7 @@ def assert_rebuilds(run: Run, memory: df.Memory, bound_factor: float = 1.0) -> N
             bound = FLOAT64_BOUND
             if run.dtype != torch.float64:
                 eps = max(memory.parameters[name].eps, torch.finfo(run.dtype).eps)
-                bound = bound_factor * run.float32_bound(name, at, eps)
+                bound = run.float32_bound(name, at, eps)
             for rebuilt in (by_hand, by_dual_form):
                 off = relative_difference(rebuilt[name], checkpoint)
                 assert off <= bound, f"{name} after {at} updates: {off:.2e}, bound {bound:.2e}"
@@ -148,12 +148,18 @@ def new_run(tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.fixture
 def certify() -> Callable[..., df.Memory]:
-    """Assert that a run can be rebuilt from its memory, snapshots deleted; give the memory."""
+    """Assert that a run can be rebuilt from its memory, snapshots deleted; give the memory.
 
-    def check(run: Run, bound_factor: float = 1.0) -> df.Memory:
+    Unless told otherwise, the certificate of `verify` has to pass as well: no false alarms.
+    """
+
+    def check(run: Run, *, verify: bool = True) -> df.Memory:
         memory = reopened_without_snapshots(run.path)
         memory.check()
-        assert_rebuilds(run, memory, bound_factor)
+        assert_rebuilds(run, memory)
+        if verify:
+            verification = df.DualForm(run.model, memory).verify()
+            assert verification.passed, repr(verification)
         return memory
 
     return check

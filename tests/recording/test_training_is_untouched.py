@@ -262,7 +262,7 @@ def test_a_recording_that_cannot_begin_leaves_no_hook(tmp_path: Path) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     before, threads = hooks_in_torch(model, optimizer), threading.active_count()
     with (
-        pytest.raises(df.RecordingError, match="letter.txt"),
+        pytest.raises(df.RecordingError, match="letter"),
         df.record(model, optimizer, tmp_path),
     ):
         pass
@@ -314,7 +314,7 @@ def test_a_recorder_is_used_once_and_tags_only_inside(tmp_path: Path) -> None:
     with recorder:
         pass
     with (
-        pytest.raises(df.RecordingError, match="used before; call dualform.record again"),
+        pytest.raises(df.RecordingError, match="used before; call"),
         recorder,
     ):
         pass

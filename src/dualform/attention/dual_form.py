@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import queries as asking
+from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution, Target, contribution
 from dualform.attention.engine import Progress
 from dualform.attention.masks import Mask, as_rows
 from dualform.attention.spotlight import Attention, Spotlight, is_whole
-from dualform.attention.verification import Verification, verify
+from dualform.attention.targets import Traced, direction_of, name_of
+from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
 from dualform.layers import as_patterns
@@ -125,8 +127,13 @@ class DualForm:
                 f"{self._name()} cannot be verified: nothing was ever trained to be it. "
                 "Verify the view without masks; a mask takes parts of it away exactly."
             )
-        if self.model is None and (inputs or kwargs):
+        if inputs or kwargs:
             self._model("comparing outputs")
+            if self.step != self.memory.steps:
+                raise QueryError(
+                    f"outputs after {self.step} updates cannot be compared: the model is as it was "
+                    f"after {self.memory.steps}. Verify this step without inputs."
+                )
         return verify(self._view, self.model, inputs, kwargs, progress)
 
     def attend(
@@ -310,8 +317,8 @@ class DualForm:
         known = self.memory.layer(layer if layer is not None else self.memory.layers[-1])
         rows = asking.example_queries(self._view, known, example)
         shape = (known.out_features,) if len(rows) == 1 else (len(rows), known.out_features)
-        direction = _direction(target, shape, f"layer {known.name!r}")
-        name = f"{_target_name(target)} of layer {known.name} for example {example!r}"
+        direction = direction_of(target, shape, f"layer {known.name!r}")
+        name = f"{name_of(target)} of layer {known.name} for example {example!r}"
         direction = direction.reshape(len(rows), known.out_features)
         return contribution(self._view, known, rows, direction, Target(name, first_order=False))
 
@@ -326,14 +333,14 @@ class DualForm:
         if layer is not None:
             self.memory.layer(layer)
         names = self.memory.layers if layer is None else (layer,)
-        traced = _Traced()
+        traced = Traced()
         with torch.enable_grad():
             output = asking.run(model, self._view, inputs, kwargs, traced.on_layer, names)
         if not isinstance(output, Tensor):
             raise QueryError(
                 f"the model returns a {type(output).__name__}; contribute needs a tensor of outputs"
             )
-        direction = _direction(target, tuple(output.shape), "the model's output")
+        direction = direction_of(target, tuple(output.shape), "the model's output")
         produced = traced.layer_of(output)
         chosen = layer if layer is not None else produced
         if chosen is None:
@@ -348,7 +355,7 @@ class DualForm:
 
     def _split(
         self,
-        traced: _Traced,
+        traced: Traced,
         layer: LayerMemory,
         value: Tensor,
         target: int | Tensor | Sequence[float],
@@ -365,81 +372,8 @@ class DualForm:
         directions = torch.cat([as_patterns(layer.kind, slope) for slope in slopes])
         outputs = torch.cat([as_patterns(layer.kind, call.output) for call in calls])
         primal = float((outputs.double() * directions.double()).sum())
-        name = Target(f"{_target_name(target)} of the model", first_order)
+        name = Target(f"{name_of(target)} of the model", first_order)
         return contribution(self._view, layer, rows, directions, name, primal)
-
-
-class _Call:
-    """One use of a layer in a forward pass: what it was given, what it returned, and a probe."""
-
-    def __init__(self, given: Tensor, output: Tensor) -> None:
-        self.given = given.detach()
-        self.output = output.detach()
-        self.probe = torch.zeros_like(output, requires_grad=True)
-        self.returned = (
-            output.detach() + self.probe if not output.requires_grad else (output + self.probe)
-        )
-        self.version = self.returned._version
-
-
-class _Traced:
-    """The recorded layers of one forward pass, each output carrying a probe of zeros.
-
-    The gradient with respect to the probe is the total derivative of the target with respect to
-    that output, also through later uses of the same layer.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list[_Call]] = {}
-
-    def on_layer(self, name: str, given: Tensor, output: Tensor) -> Tensor:
-        call = _Call(given, output)
-        self.calls.setdefault(name, []).append(call)
-        return call.returned
-
-    def layer_of(self, output: Tensor) -> str | None:
-        """The layer that returned this very tensor, unchanged since."""
-        for name, calls in self.calls.items():
-            last = calls[-1]
-            if len(calls) == 1 and last.returned is output and last.version == output._version:
-                return name
-        return None
-
-
-def _direction(target: int | Tensor | Sequence[float], shape: tuple[int, ...], what: str) -> Tensor:
-    """The direction a target means over outputs of this shape, one input at a time."""
-    width = shape[-1] if shape else 1
-    single = torch.Size(shape).numel() == width
-    if isinstance(target, int) and not isinstance(target, bool):
-        if not single:
-            raise QueryError(
-                f"{what} has shape {list(shape)}: target={target} names one output of one input. "
-                "Give one input at a time, or a target of the output's own shape"
-            )
-        if not 0 <= target < width:
-            raise QueryError(
-                f"target={target} is out of range: {what} has outputs 0 to {width - 1}"
-            )
-        one_hot = torch.zeros(width, dtype=torch.float64)
-        one_hot[target] = 1.0
-        return one_hot.reshape(shape)
-    try:
-        direction = torch.as_tensor(target, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise QueryError(
-            f"target={target!r}: expected a class index, or numbers over the outputs"
-        ) from error
-    if tuple(direction.shape) != shape and not (single and tuple(direction.shape) == (width,)):
-        raise QueryError(
-            f"the target has shape {list(direction.shape)}, but {what} has shape {list(shape)}; "
-            "give one input at a time, or a target of the output's own shape"
-        )
-    asking.check_finite(direction, "the target")
-    return direction.reshape(shape)
-
-
-def _target_name(target: Any) -> str:
-    return f"output {target}" if isinstance(target, int) else "a weighted sum of outputs"
 
 
 def _names(layers: str | Sequence[str]) -> list[str]:

@@ -8,12 +8,12 @@ The model: each rounding is an independent error of standard deviation eps·|val
 error of one unit in the last place), and errors travel through training by the learning rule's own
 recursion z ← M z + N G, z = (W, m). So the covariance P of the error in (W, m) follows
 
-    P ← M P Mᵀ + (eps²/12) · ( diag(w² + u², m²) + N Nᵀ g² )
+    P ← M P Mᵀ + (eps²/12) · diag(w² + u², m²) + eps² · N Nᵀ g²
 
 with w the size of the weights, m that of the buffer, u that of the update, and g = Σ_t |δ_t||x_t|
-of the step, the *gross* gradient: a sum that cancels has the rounding of its parts. For plain
-SGD it is the familiar eps · √steps · max|W|. Where momentum lets an error act for 1/(1−μ) steps,
-or decay lets it fade, P knows.
+of the step, the *gross* gradient: a sum that cancels has the rounding of its parts (and its factor
+κ was measured, not given). For plain SGD it is the familiar eps · √steps · max|W|. Where momentum
+lets an error act for 1/(1−μ) steps, or decay lets it fade, P knows.
 
 Two things are not random and add up linearly. A change smaller than a unit in the last place of the
 weight is lost at every step, always the same way: weights of a silent unit do not decay by 1e-8 a
@@ -38,18 +38,20 @@ Reals = NDArray[np.float64]
 
 DOUBLE = float(np.finfo(np.float64).eps)
 
+ROOM = 3.0
+"""How many times a systematic loss may be exceeded: sizes are estimates."""
+
 
 @dataclass(frozen=True)
 class Drift:
-    """The error to expect at some steps: a standard deviation, and what is lost systematically."""
+    """The error to expect at some steps, in W and m: standard deviations and losses, [stops, 2]."""
 
-    weight: Reals
-    momentum: Reals
+    deviation: Reals
     lost: Reals
 
     def bound(self, deviations: float) -> Reals:
-        """How far the weights may be off, that many standard deviations out."""
-        result: Reals = deviations * self.weight + self.lost
+        """How far W and m may be off, that many standard deviations out: [stops, 2]."""
+        result: Reals = deviations * self.deviation + ROOM * self.lost
         return result
 
 
@@ -74,12 +76,12 @@ def drift(
     below = np.where(decay < eps, decay, 0.0) + np.where(decay > 0, DOUBLE, 0.0)
     swallowed = np.where(log.applied, below, 0.0) * size
     noise = eps * eps / 12
-    found = np.zeros((len(stops), 3))
-    ww = wm = mm = buffer = lost = 0.0
+    found = np.zeros((len(stops), 4))
+    ww = wm = mm = buffer = lost_w = lost_m = 0.0
     start = 0
     for i, stop in enumerate(stops.tolist()):
         if anchored:
-            ww = wm = mm = lost = 0.0
+            ww = wm = mm = lost_w = lost_m = 0.0
         rows = zip(
             log.applied[start:stop].tolist(),
             matrix[start:stop].reshape(-1, 4).tolist(),
@@ -97,14 +99,16 @@ def drift(
                 a * a * ww
                 + 2 * a * b * wm
                 + b * b * mm
-                + noise * (size**2 + update**2 + (nw * g) ** 2),
-                a * c * ww + (a * d + b * c) * wm + b * d * mm + noise * nw * nm * g * g,
-                c * c * ww + 2 * c * d * wm + d * d * mm + noise * (buffer**2 + (nm * g) ** 2),
+                + noise * (size**2 + update**2)
+                + (eps * nw * g) ** 2,
+                a * c * ww + (a * d + b * c) * wm + b * d * mm + eps * eps * nw * nm * g * g,
+                c * c * ww + 2 * c * d * wm + d * d * mm + noise * buffer**2 + (eps * nm * g) ** 2,
             )
-            lost += gone
-        found[i] = sqrt(max(ww, 0.0)), sqrt(max(mm, 0.0)), lost
+            lost_m = abs(c) * lost_w + abs(d) * lost_m
+            lost_w += gone
+        found[i] = sqrt(max(ww, 0.0)), sqrt(max(mm, 0.0)), lost_w, lost_m
         start = stop
-    return Drift(found[:, 0], found[:, 1], found[:, 2])
+    return Drift(found[:, :2], found[:, 2:])
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,9 @@ def stretches(log: ParameterLog, stops: NDArray[np.int64]) -> list[Stretch]:
 
 
 def unmoved(displacement: Tensor, size: Tensor | float, steps: int, eps: float) -> Tensor:
-    """How much of a displacement rounding may have lost: all of it, below a unit per step."""
+    """What rounding may have lost of a displacement: all of it, below a unit per step."""
     distance = displacement.abs()
-    return torch.where(distance < steps * eps * size, distance, torch.zeros_like(distance))
+    return torch.where(distance < steps * eps * size, ROOM * distance, torch.zeros_like(distance))
 
 
 def _carried(gross: Reals, log: ParameterLog) -> Reals:

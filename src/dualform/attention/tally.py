@@ -8,6 +8,8 @@ together step by step (for the first) and from fingerprint to fingerprint (for t
 
 from __future__ import annotations
 
+from math import sqrt
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,12 +34,12 @@ class Tally:
         self.stretches = stretches(self.log, stops)
         self.slots = _slots(self.stretches, view.at)
         self.projections = np.zeros(view.at)  # Σ (u·δ)(x·v) of each step
-        self.gross = np.zeros(view.at)  # Σ ‖δ‖‖x∘v‖: what the rounding of that sum scales with
+        self.gross = np.zeros(view.at)  # Σ ‖δ‖‖x‖|v|: what the rounding of that sum scales with
         self.largest = np.zeros(view.at)  # Σ max|δ| max|x|: the same for single entries
         self.written = torch.zeros(len(stops), 2, len(self.sketch), dtype=torch.float64)
 
     def add(self, steps: engine.Rows, signals: Tensor, along: Tensor, sizes: Tensor) -> None:
-        """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x∘v‖ and max|x| [2, b]."""
+        """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x‖|v| and max|x| [2, b]."""
         count = len(self.projections)
         projected = (signals @ self.sketch) * along
         self.projections += np.bincount(steps, projected.numpy(), count)
@@ -107,7 +109,8 @@ def _add_block(
 ) -> None:
     if layer.weight in tallies:
         sums = tallies[layer.weight]
-        sizes = torch.stack([(part.keys * sums.probe).norm(dim=1), part.keys.abs().amax(1)])
+        typical = float(sums.probe.norm()) / sqrt(max(1, len(sums.probe)))
+        sizes = torch.stack([part.keys.norm(dim=1) * typical, part.keys.abs().amax(1)])
         sums.add(steps, part.error_signals, part.keys @ sums.probe, sizes)
     if layer.bias is not None and layer.bias in tallies:
         sums = tallies[layer.bias]
@@ -118,11 +121,12 @@ def _add_block(
 
 def _add_gradients(view: View, sums: Tally) -> None:
     """A parameter without patterns: every step's gradient counts as one pattern."""
+    typical = float(sums.probe.norm()) / sqrt(max(1, len(sums.probe)))
     for step, gradient in view.memory.step_gradients(sums.parameter):
         if step < view.at:
             matrix = gradient.double().reshape(len(sums.sketch), -1)
             projected = (matrix @ sums.probe)[None, :]
-            size = float((matrix * sums.probe).norm()) / max(float(projected.norm()), 1e-300)
+            size = float(matrix.norm()) * typical / max(float(projected.norm()), 1e-300)
             largest = float(matrix.abs().max()) / max(float(projected.abs().max()), 1e-300)
             sizes = torch.tensor([[size], [largest]], dtype=torch.float64)
             one = torch.ones(1, dtype=torch.float64)

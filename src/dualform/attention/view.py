@@ -10,8 +10,6 @@ parameter, and some parameters were only accounted for step by step. All of that
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,6 +30,7 @@ class View:
         self.masks = masks
         self._coefficients: dict[str, Coefficients] = {}
         self._row_weights: dict[str, engine.Reals] = {}
+        self._weights: dict[str, Tensor] | None = None
 
     @property
     def drops_unresolved(self) -> bool:
@@ -97,16 +96,22 @@ class View:
         unresolved = self.unresolved(parameter)
         return initial + sum(part for part in (momentum, unresolved) if part is not None)
 
-    @cached_property
+    @property
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter of this view in float64, rebuilt in one pass over each layer."""
-        return self.rebuild()
+        """Every parameter of this view in float64, rebuilt in one pass over each layer, once."""
+        if self._weights is None:
+            self._weights = self.rebuild()
+        return self._weights
 
-    def rebuild(self, progress: engine.Progress | None = None) -> dict[str, Tensor]:
-        """Every parameter of this view in float64."""
+    def holding(self, weights: dict[str, Tensor]) -> View:
+        """The same view with weights that are already known (or are meant to differ)."""
+        view = View(self.memory, self.at, self.masks)
+        view._weights = weights
+        return view
+
+    def rebuild(self) -> dict[str, Tensor]:
+        """Every parameter: its base plus what the patterns of each layer wrote, float64."""
         rebuilt = {name: self.base(name) for name in self.memory.parameters}
-        total = sum(self.memory.layer(name).rows for name in self.memory.layers)
-        done = 0
         for name in self.memory.layers:
             layer = self.memory.layer(name)
             parts = engine.learned(
@@ -117,9 +122,6 @@ class View:
             for parameter, part in zip((layer.weight, layer.bias), parts, strict=True):
                 if parameter is not None and part is not None:
                     rebuilt[parameter] = rebuilt[parameter] + part
-            done += layer.rows
-            if progress is not None:
-                progress(done, total)
         return rebuilt
 
     def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ asked more: `dualform verify RUN --model dualform.demo:network`.
 """
 
 from dualform.demo.chapters import Chapter
-from dualform.demo.screen import draw, farewell
+from dualform.demo.screen import draw, farewell, opening
 from dualform.demo.story import network, tell
 
-__all__ = ["Chapter", "draw", "farewell", "network", "tell"]
+__all__ = ["Chapter", "draw", "farewell", "network", "opening", "tell"]

@@ -22,7 +22,9 @@ class Recorded(Chapter):
     seed: int
     steps: int
     batch: int
-    settings: dict[str, float]
+    learning_rate: float
+    momentum: float
+    weight_decay: float
     clip: float
     clipped_steps: int
     training_digits: int
@@ -68,6 +70,7 @@ class LayerAttention(Chapter):
 class Digit(Chapter):
     """One test digit: what each layer attended to, and what wrote the winning logit."""
 
+    number: int
     example: int
     label: int
     predicted: int

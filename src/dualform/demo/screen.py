@@ -6,7 +6,7 @@ test digit, half blocks for training digits, bars for sums. Colour only repeats 
 
 from __future__ import annotations
 
-import textwrap
+import shlex
 from functools import singledispatch
 from pathlib import Path
 
@@ -34,6 +34,14 @@ SHADES = " ░▒▓█"
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LEFT_EIGHTHS = " ▏▎▍▌▋▊▉█"
 BAR_ROWS = 4
+CELL = 11
+"""Columns per training digit: its 8 pixels and a gap."""
+
+LEGEND = (
+    "Each layer's attention over all its training patterns: α = key · query, signed, unnormalised. "
+    "Left: the training digits with the largest α, each by its strongest visit. Right: α summed "
+    "over all patterns of a class, bars from zero."
+)
 
 
 @singledispatch
@@ -50,13 +58,13 @@ def draw(chapter: Chapter) -> RenderableType:
 
 @draw.register
 def _(chapter: Recorded) -> RenderableType:
-    settings = chapter.settings
     twin = "bit-identical" if chapter.identical_without_recorder else "DIFFERENT"
     facts = {
         "network": "64-128-64-10 with ReLU, scikit-learn's 8×8 digits: "
         f"{chapter.training_digits:,} to train on, {chapter.test_digits} to test",
-        "training": f"{chapter.steps:,} steps of {chapter.batch}, SGD lr {settings['lr']:g}, "
-        f"momentum {settings['momentum']:g}, weight decay {settings['weight_decay']:g}, "
+        "training": f"{chapter.steps:,} steps of {chapter.batch}, SGD with lr "
+        f"{chapter.learning_rate:g}, momentum {chapter.momentum:g}, weight decay "
+        f"{chapter.weight_decay:g}, "
         f"gradients clipped at norm {chapter.clip:g} ({chapter.clipped_steps} steps were)",
         "accuracy": f"{chapter.training_accuracy:.1%} in training, "
         f"{chapter.test_accuracy:.1%} in test",
@@ -75,7 +83,7 @@ def _(chapter: Recorded) -> RenderableType:
 
 @draw.register
 def _(chapter: Certified) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = _table()
     table.add_column("rebuilt from the memory")
     table.add_column("residual", justify="right")
     table.add_column("bound", justify="right")
@@ -97,31 +105,36 @@ def _(chapter: Certified) -> RenderableType:
         "Residual: largest difference, relative to the largest weight (or output). Also checked: "
         "every single step against what training saw of it."
     )
-    return _section("2  Certify: primal = dual", table, verdict, _note(note))
+    return _section("2  Certify: primal = dual", table, Text(), verdict, _note(note))
 
 
 @draw.register
 def _(chapter: Digit) -> RenderableType:
     right = chapter.predicted == chapter.label
     verdict = f"right, a {chapter.label}" if right else f"wrong, it is a {chapter.label}"
-    title = f"3  Test digit {chapter.example}: the network says {chapter.predicted} ({verdict})"
-    attention = Group(*(_LayerPicture(layer, chapter) for layer in chapter.attention))
+    title = (
+        f"3.{chapter.number}  Test digit {chapter.example}: the network says {chapter.predicted} "
+        f"({verdict})"
+    )
+    layers = [_LayerPicture(layer, chapter) for layer in chapter.attention]
+    attention = Group(*(part for layer in layers for part in (layer, Text())))
     columns = Table.grid(padding=(0, 3))
     columns.add_column(no_wrap=True, width=16)
     columns.add_column(ratio=1)
     columns.add_row(Group(_picture(chapter.pixels), Text(), _logits(chapter)), attention)
-    return _section(title, columns, Text(), _contribution(chapter), style=GOOD if right else BAD)
+    legend = [_note(LEGEND), Text()] if chapter.number == 1 else []
+    parts = (*legend, columns, _contribution(chapter))
+    return _section(title, *parts, style=GOOD if right else BAD)
 
 
 @draw.register
 def _(chapter: Masked) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = _table(gap=1)
     table.add_column("what is left out", no_wrap=True)
-    heads = ("all", f"the {chapter.dropped}s", "others")
-    for head in heads:
-        table.add_column(head, justify="right")
+    for head in ("all", f"{chapter.dropped}s", "rest"):
+        table.add_column(head, justify="right", no_wrap=True, min_width=5)
     for example, label in zip(chapter.examples, chapter.labels, strict=True):
-        table.add_column(f"{example}\n(a {label})", justify="right")
+        table.add_column(f"{example}\na {label}", justify="right", no_wrap=True)
     for row in chapter.rows:
         table.add_row(*_left(row, chapter.labels))
     table.add_section()
@@ -132,17 +145,15 @@ def _(chapter: Masked) -> RenderableType:
         "leaves everything else as it was learned in their presence. Contributions are large and "
         "cancel, so masking a class can wreck what retraining without it (last line) keeps."
     )
-    return _section("4  Take part of the training away", table, _note(note))
+    return _section("4  Take part of the training away", table, Text(), _note(note))
 
 
 @draw.register
 def _(chapter: TimeTravel) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("after step", justify="right")
-    table.add_column("accuracy, rebuilt", justify="right")
-    table.add_column("of the checkpoint", justify="right")
-    table.add_column("weights differ by", justify="right")
-    table.add_column("")
+    table = _table()
+    for head in ("step", "rebuilt", "checkpoint", "weights differ by"):
+        table.add_column(head, justify="right")
+    table.add_column("test accuracy")
     for moment in chapter.moments:
         table.add_row(
             f"{moment.step:,}",
@@ -152,10 +163,22 @@ def _(chapter: TimeTravel) -> RenderableType:
             Text(_bar(moment.accuracy, 16), style=ACCENT),
         )
     note = (
-        "dual.at(step) rebuilds the network of any step from the one memory; here against "
-        "checkpoints this demo kept on the side. Difference: relative to the largest weight."
+        "dual.at(step) rebuilds the network of any step from the one memory; here its test "
+        "accuracy and weights against checkpoints this demo kept on the side. Difference: relative "
+        "to the largest weight."
     )
-    return _section("5  Travel back in time", table, _note(note))
+    return _section("5  Travel back in time", table, Text(), _note(note))
+
+
+def opening(steps: int) -> RenderableType:
+    """What is about to happen."""
+    title = Text("dualform demo", style=f"bold {ACCENT}")
+    text = (
+        "A network trained by gradient descent is an attention over its own training. This trains "
+        f"a small digit classifier for {steps:,} steps, records every pattern its layers saw, "
+        "proves the record exact and looks into it."
+    )
+    return Group(title, Text(text))
 
 
 def farewell(path: Path | None) -> RenderableType:
@@ -163,11 +186,12 @@ def farewell(path: Path | None) -> RenderableType:
     if path is None:
         kept = "The memory was temporary and is gone. To keep one: dualform demo --path RUN"
         return _section("Your turn", Text(kept))
+    run = shlex.quote(str(path))
     commands = (
-        f"dualform info {path}",
-        f"dualform attend {path} --example 17 --sum-by label",
-        f"dualform contribute {path} --example 17 --target 7",
-        f"dualform verify {path} --model dualform.demo:network",
+        f"dualform info {run}",
+        f"dualform attend {run} --example 17 --sum-by label",
+        f"dualform contribute {run} --example 17 --target 7",
+        f"dualform verify {run} --model dualform.demo:network",
     )
     text = Text(f"The memory is at {path}. Ask it more:", overflow="fold")
     return _section("Your turn", text, *(Text(f"  {c}", overflow="fold") for c in commands))
@@ -181,8 +205,12 @@ def _section(title: str, *parts: RenderableType, style: str = ACCENT) -> Rendera
     return Group(Text(), rule, Padding(Group(*parts), (1, 0, 0, 2)))
 
 
+def _table(gap: int = 2) -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
+
+
 def _note(text: str) -> RenderableType:
-    return Text(textwrap.shorten(text, 10_000), style=QUIET)
+    return Text(text, style=QUIET)
 
 
 def _picture(pixels: list[list[float]]) -> Text:
@@ -206,11 +234,11 @@ def _thumbnail(pixels: list[list[float]]) -> list[str]:
 
 def _logits(chapter: Digit) -> Text:
     lines = [
-        f"{chapter.predicted}: {chapter.logits[chapter.predicted]:+.2f} logits",
-        f"{chapter.runner_up}: {chapter.logits[chapter.runner_up]:+.2f}",
+        f"logit {chapter.predicted}  {chapter.logits[chapter.predicted]:+.2f}",
+        f"logit {chapter.runner_up}  {chapter.logits[chapter.runner_up]:+.2f}",
     ]
     if chapter.label not in (chapter.predicted, chapter.runner_up):
-        lines.append(f"{chapter.label}: {chapter.logits[chapter.label]:+.2f}")
+        lines.append(f"logit {chapter.label}  {chapter.logits[chapter.label]:+.2f}")
     return Text("\n".join(lines), style=QUIET)
 
 
@@ -224,13 +252,13 @@ class _LayerPicture:
         return Measurement(50, options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        count = max(1, min(len(self.attention.top), (options.max_width - 22) // 10))
-        yield Text.assemble((self.attention.layer, "bold"), (" looked at            "[:18], QUIET))
+        count = max(1, min(len(self.attention.top), (options.max_width - 22) // CELL))
+        yield Text.assemble((self.attention.layer, "bold"), (" looked at", QUIET))
         lines = [Text() for _ in range(BAR_ROWS + 2)]
         for shown in self.attention.top[:count]:
-            caption = [f"a {shown.label}  α{shown.weight:.3g}", f"step {shown.step}"]
+            caption = [f"a {shown.label} α{shown.weight:.3g}", f"step {shown.step}"]
             for line, piece in zip(lines, [*_thumbnail(shown.pixels), *caption], strict=True):
-                line.append(f"{piece:<10}"[:10], style="" if piece not in caption else QUIET)
+                line.append(f"{piece:<{CELL}}"[:CELL], style="" if piece not in caption else QUIET)
         for line, bars in zip(lines, self._sums(), strict=True):
             line.append_text(bars)
         yield from lines
@@ -261,14 +289,14 @@ def _contribution(chapter: Digit) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     for _ in range(2):
         table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, width=12)
-        table.add_column(justify="right", no_wrap=True, width=12)
+        table.add_column(justify="right", no_wrap=True, width=9)
+        table.add_column(no_wrap=True, width=18)
     for left in range(5):
         cells: list[RenderableType] = []
         for label in (left, left + 5):
             value = chapter.written_by_class[label]
-            bar = Text(_bar(abs(value) / highest, 12), style=GOOD if value > 0 else BAD)
-            cells += [f"the {label}s", bar, f"{value:+.3f}   "]
+            bar = Text(_bar(abs(value) / highest, 16), style=GOOD if value > 0 else BAD)
+            cells += [f"the {label}s", f"{value:+.3f}", bar]
         table.add_row(*cells)
     head = Text(f"What wrote the logit of {chapter.predicted}", style="bold")
     head.append("  (fc3, in logits; + raises, − lowers it)", style=QUIET)

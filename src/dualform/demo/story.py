@@ -1,6 +1,7 @@
 """The demo's main job, told in chapters: record, certify, look, take away, go back in time.
 
-Written as a user would write it, with public names only. The same seed gives the same numbers.
+Written as a user would write it, with public names only. The same seed gives the same numbers, up
+to rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dualform.demo.chapters import (
 TRAINED_ON = 1300
 """The first 1,300 digits train the network; the last 497, by other writers, test it."""
 BATCH = 32
-SETTINGS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 1e-3
 CLIP = 1.0
 SHOWN = 8
 """How many of the training digits a layer attended to most are kept for the screen."""
@@ -140,9 +141,9 @@ class _Job:
         yield self.recorded(trained, dual)
         yield self.certified(dual)
         examples = self.examples_to_show(trained.model)
-        shown = []
+        shown: list[Digit] = []
         for example in examples:
-            shown.append(self.digit(dual, example))
+            shown.append(self.digit(dual, example, len(shown) + 1))
             yield shown[-1]
         yield self.masked(dual, shown)
         yield self.time_travel(dual, trained.checkpoints)
@@ -151,7 +152,9 @@ class _Job:
         """The one training loop: recorded or not, with all digits or without one class."""
         torch.manual_seed(self.seed)
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+        )
         draw = torch.Generator().manual_seed(self.seed)
         clipped, checkpoints = 0, {0: _weights(model)}
         with _recording(model, optimizer, path, self.overwrite) as tag:
@@ -161,7 +164,7 @@ class _Job:
                     example = example[self.labels[example] != leave_out]
                 image, label = self.images[example], self.labels[example]
                 tag(example=example, label=label)
-                F.cross_entropy(model(image), label).backward()
+                F.cross_entropy(model(image), label).backward()  # type: ignore[no-untyped-call]
                 norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 clipped += bool(norm > CLIP)
                 optimizer.step()
@@ -179,7 +182,9 @@ class _Job:
             seed=self.seed,
             steps=memory.steps,
             batch=BATCH,
-            settings=SETTINGS,
+            learning_rate=LEARNING_RATE,
+            momentum=MOMENTUM,
+            weight_decay=WEIGHT_DECAY,
             clip=CLIP,
             clipped_steps=trained.clipped,
             training_digits=TRAINED_ON,
@@ -206,7 +211,7 @@ class _Job:
         )
 
     def examples_to_show(self, model: nn.Module) -> list[int]:
-        """The surest and the least sure right answer; the two surest mistakes of different kinds."""
+        """The surest and the least sure right answer; the two surest mistakes, of two kinds."""
         with torch.no_grad():
             ordered = model(self.test_images).sort(dim=1)
         said = ordered.indices[:, -1]
@@ -220,13 +225,14 @@ class _Job:
         chosen = [*rights[:1], *rights[1:][-1:], *list(kinds.values())[:2]]
         return [TRAINED_ON + place for place in chosen]
 
-    def digit(self, dual: df.DualForm, example: int) -> Digit:
+    def digit(self, dual: df.DualForm, example: int, number: int) -> Digit:
         image = self.images[example : example + 1]
         logits = dual(image)[0]
         runner_up, predicted = logits.argsort()[-2:].tolist()
         attention = dual.attend(image)
         contribution = dual.contribute(image, target=predicted)
         return Digit(
+            number=number,
             example=example,
             label=int(self.labels[example]),
             predicted=predicted,

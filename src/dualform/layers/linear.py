@@ -64,7 +64,7 @@ def find_layers(model: nn.Module) -> dict[Layer, nn.Module]:
 
 
 def as_patterns(kind: str, tensor: Tensor) -> Tensor:
-    """The rows of a layer's input (keys, queries) or of its output's gradient: [..., d] -> [n, d]."""
+    """The rows of a layer's input (keys, queries) or error signal: [..., d] -> [n, d]."""
     if kind != "linear":
         raise ValueError(f"unknown kind of layer: {kind!r}")
     return tensor.detach().reshape(-1, tensor.shape[-1])

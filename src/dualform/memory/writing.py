@@ -30,6 +30,7 @@ from dualform.memory.tensor_files import (
     tensor_bytes,
     write_tensor_file,
 )
+from dualform.version import __version__
 
 Array = NDArray[Any]
 
@@ -76,8 +77,6 @@ class SegmentContent:
 
 def environment() -> dict[str, str]:
     """What a run was recorded with, for the manifest."""
-    from dualform import __version__
-
     return {
         "dualform": __version__,
         "torch": torch.__version__,

@@ -21,7 +21,7 @@ from dualform.recording.audit import Transition
 logger = logging.getLogger("dualform")
 
 SMALL_BUFFER = 1 << 16
-"""Buffers of at most this many elements are compared by value at every step, larger ones by version."""
+"""Up to this many elements a buffer is compared by value at every step, a larger one by version."""
 
 
 @dataclass

@@ -25,6 +25,12 @@ from torch import Tensor
 SLACK_GRADIENT = 32.0
 """How many times eps · Σ‖δ‖‖x‖ the two sides of question 1 may differ by."""
 
+SLACK_16_BITS = 4.0
+"""The same for bfloat16 and float16, which sum in float32 and round once."""
+
+SNAP = 0.5
+"""A factor κ this many times eps · Σ‖δ‖‖x‖ from 1, in units of the gradient, is taken for 1."""
+
 SLACK_WEIGHTS = 48.0
 """How many times eps · √steps · scale the two sides of question 2 may differ by."""
 
@@ -50,7 +56,7 @@ def epsilon(dtype: torch.dtype) -> float:
 
 
 class ParameterAudit:
-    """One parameter's random direction, what its patterns sum to, and where its weights should be."""
+    """One parameter's random direction, what its patterns sum to, where its weights should be."""
 
     def __init__(
         self, parameter: Tensor, momentum: Tensor | None, generator: torch.Generator
@@ -116,20 +122,25 @@ class ParameterAudit:
     @property
     def _gradient_bound(self) -> float:
         """Relative rounding; and below the smallest normal number all rounding is absolute."""
+        slack = SLACK_GRADIENT if self.gradient_eps < 1e-5 else SLACK_16_BITS
         smallest = torch.finfo(self.probe.dtype).tiny
-        return SLACK_GRADIENT * self.gradient_eps * self.gross + smallest
+        return slack * self.gradient_eps * self.gross + smallest
 
     def explain(self, projected: NDArray[np.float64]) -> float:
-        """κ with grad·v = κ Σ δ (x·v), or `Unexplained`."""
+        """κ with grad·v = κ Σ δ (x·v), or `Unexplained`.
+
+        κ is measured even where 1 would do: where patterns nearly cancel, or in 16 bits, rounding
+        could hide a clipped gradient.
+        """
         expected, bound = self.expected, self._gradient_bound
-        if _norm(projected - expected) <= bound:
-            return 1.0
         if not (np.isfinite(projected).all() and np.isfinite(expected).all()):
             raise Unexplained("its gradient is not finite (NaN or infinite)")
-        size = float(expected @ expected)
-        kappa = float(expected @ projected) / size if size else 0.0
+        size = _norm(expected)
+        kappa = float(expected @ projected) / size**2 if size > 1e-150 else 1.0
+        if abs(kappa - 1.0) * size <= SNAP * self.gradient_eps * self.gross:
+            kappa = 1.0
         residual = _norm(projected - kappa * expected)
-        if residual <= bound * abs(kappa) or (kappa == 0.0 and residual == 0.0):
+        if residual <= bound * abs(kappa) or _norm(projected - expected) <= bound:
             return kappa
         relative = residual / max(_norm(projected), 1e-300)
         raise Unexplained(
@@ -169,6 +180,7 @@ class ParameterAudit:
         real = matrix[low:high].to(self.probe.dtype) @ self.probe
         off = float(np.abs(real.cpu().numpy() - self.weights[low:high]).max(initial=0.0))
         bound = SLACK_WEIGHTS * self.eps * sqrt(self.steps + 1) * (self.spread + self.travel)
+        bound += torch.finfo(parameter.dtype).tiny  # below it all rounding is absolute
         if not off <= bound:
             raise Unexplained(
                 f"its weights are {off:.3g} away from where the learning rule puts them (rounding "
@@ -225,7 +237,10 @@ def see_patterns(
 def _size(rows: Tensor) -> float:
     """The Frobenius norm, by the cheapest way there is."""
     flat = rows.reshape(-1)
-    return sqrt(float(torch.dot(flat, flat)))
+    square = float(torch.dot(flat, flat))
+    if not 1e-30 < square < 1e30:  # near the ends of float32's range
+        square = float(torch.dot(flat.double(), flat.double()))
+    return sqrt(square)
 
 
 class Rota:

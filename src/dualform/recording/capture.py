@@ -21,12 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+)
 
 from dualform.layers import Layer, as_patterns
 
 OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
-"""Called with (layer, keys [n, d_in], error signals [n, d_out], leading shape, context, backward id)."""
+"""Called with layer, keys [n, d_in], error signals [n, d_out], leading shape, context, backward."""
 
 
 class Capture:
@@ -47,7 +50,7 @@ class Capture:
         self._on_patterns = on_patterns
         self._active = True
         self._nodes: dict[int, tuple[tuple[torch.dtype, torch.device], Node]] = {}
-        self._handle = register_module_forward_hook(self._forward)
+        self._handle = register_module_forward_hook(self._forward, with_kwargs=True)
 
     def forget(self, layer: Layer) -> None:
         """Stop looking at a layer."""
@@ -67,17 +70,23 @@ class Capture:
         self._active = False
         self._nodes = {}
         self._handle.remove()
+        # torch's handle forgets this one of its own tables
+        _global_forward_hooks_with_kwargs.pop(self._handle.id, None)
 
-    def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         entry = self._layers.get(id(module))
         if entry is None or not isinstance(output, Tensor) or not output.requires_grad:
             return
         layer, _ = entry
-        trained = [p for p in (module.weight, module.bias) if p is not None and p.requires_grad]
-        if not trained or not args:
+        trained = [
+            p
+            for p in (module.weight, module.bias)
+            if isinstance(p, nn.Parameter) and p.requires_grad
+        ]
+        if not trained:
             return
         nodes = [self._node(p) for p in trained]
-        key = args[0].detach()
+        key = (args[0] if args else kwargs["input"]).detach()
         if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
             key = key.to(output.dtype)
         context = self._context(layer)
@@ -93,7 +102,7 @@ class Capture:
                     torch._C._current_graph_task_id(),
                 )
 
-        output.register_hook(backward)
+        output.register_hook(backward)  # type: ignore[no-untyped-call]
 
 
 def _will_accumulate(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,15 +67,15 @@ class Parameters:
             watched = Watched(index, name, parameter, audit, momentum)
             self.by_name[name] = self._by_id[id(parameter)] = watched
         for layer in layers:
-            for role, name in (("weight", layer.weight), ("bias", layer.bias)):
-                if name is not None:
-                    self.by_name[name].layers.append(layer)
-                    self.by_name[name].role = role
+            for role, used in (("weight", layer.weight), ("bias", layer.bias)):
+                if used is not None:
+                    self.by_name[used].layers.append(layer)
+                    self.by_name[used].role = role
 
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Watched]:
         return iter(self.by_name.values())
 
     def of(self, parameter: nn.Parameter) -> Watched:

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,77 +40,16 @@ from dualform.recording.parameters import (
     is_reset,
     parameters_of,
 )
-from dualform.recording.sink import SEGMENT_BYTES, SETS, DiskSink, Extras
+from dualform.recording.sink import SETS, DiskSink, Extras
 from dualform.recording.steps import Steps
 from dualform.recording.tags import Tag, Tags, Visit
 
 logger = logging.getLogger("dualform")
 
-STEP_BUDGET = 1 << 30
-SNAPSHOT_EVERY = 1000
 SNAPSHOT_SHARE = 200
 """Weights are kept whenever this many times their size has been written since the last time."""
 
 STOPPED = ' Recording stopped here; audit="warn" would go on with a memory that is not exact.'
-
-
-def record(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    path: str | Path,
-    *,
-    audit: str = "raise",
-    overwrite: bool = False,
-    step_budget: int = STEP_BUDGET,
-    snapshot_every: int = SNAPSHOT_EVERY,
-    segment_bytes: int = SEGMENT_BYTES,
-) -> Recorder:
-    """Record a training run into a memory at `path`; wrap the loop in it and change nothing else.
-
-    Example:
-        >>> with df.record(model, optimizer, "runs/digits") as recorder:   # doctest: +SKIP
-        ...     for example, image, label in loader:
-        ...         recorder.tag(example=example, label=label)
-        ...         loss_fn(model(image), label).backward()
-        ...         optimizer.step(); optimizer.zero_grad()
-
-    Args:
-        optimizers: the optimizer, or a list of all that train this model.
-        audit: "raise" stops at the first step that cannot be explained; "warn" goes on, and the
-            memory remembers that it is not exact.
-        overwrite: delete a memory that is already at `path`.
-        step_budget: bytes for gradients of parameters without patterns (norms, embeddings), which
-            are kept step by step; beyond it only their learned part is, every `snapshot_every` steps.
-        segment_bytes: how much is collected per commit. Buffers take at most 3 × (this + the bytes
-            of the largest step).
-    """
-    if not isinstance(model, nn.Module):
-        raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
-    if audit not in ("raise", "warn"):
-        raise RecordingError(f'audit={audit!r} was given; expected "raise" or "warn"')
-    for name, value in (
-        ("step_budget", step_budget + 1),
-        ("snapshot_every", snapshot_every),
-        ("segment_bytes", segment_bytes),
-    ):
-        if value < 1:
-            raise RecordingError(f"{name} must be positive")
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    if not listed or not all(isinstance(o, Optimizer) for o in listed):
-        raise RecordingError(
-            "expected a torch optimizer or a list of them, got "
-            f"{[type(o).__name__ for o in listed] if listed else 'none'}"
-        )
-    return Recorder(
-        model,
-        listed,
-        Path(path),
-        audit=audit,
-        overwrite=overwrite,
-        step_budget=step_budget,
-        snapshot_every=snapshot_every,
-        segment_bytes=segment_bytes,
-    )
 
 
 class Recorder:
@@ -341,6 +280,8 @@ class Recorder:
             self._sink.append(layer, keys, error_signals, visit)
             weight = self._parameters.by_name[layer.weight]
             bias = None if layer.bias is None else self._parameters.by_name[layer.bias]
+            for watched in self._parameters.of_layer(layer):
+                watched.seen = step
             see_patterns(
                 weight.audit if weight.parameter.requires_grad else None,
                 bias.audit if bias is not None and bias.parameter.requires_grad else None,
@@ -447,9 +388,8 @@ class Recorder:
             self._steps.compare(watched)
         momenta = {}
         for optimizer in self._optimizers:
-            for parameter in parameters_of(optimizer):
-                watched = self._parameters.of(parameter)
-                buffer = momentum_buffer(optimizer, parameter)
+            for watched in self._parameters:
+                buffer = momentum_buffer(optimizer, watched.parameter)
                 if buffer is not None:
                     momenta[watched.name] = watched.audit.project(buffer)
         return Extras(

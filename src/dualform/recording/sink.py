@@ -8,7 +8,8 @@ cannot keep up, training waits, and what is waiting to be written takes at most
     SETS × (segment_bytes + the bytes of the largest step)
 
 of memory: patterns with their columns, logs, and gradients of parameters without patterns. (On top
-come the columns of the one segment being written and, when weights are to be kept, a copy of them.)
+come the columns of the one segment being written, one layer's buffer while it is moved to a larger
+place, and, when weights are to be kept, a copy of them.)
 
 A pattern becomes part of the memory only at the end of its step; until then it can be taken back
 (`rewind`), which is what happens to the patterns of a step that an optimizer skipped.
@@ -21,15 +22,13 @@ set is handed over by the one operation that puts its successor behind it in the
 from __future__ import annotations
 
 import contextlib
-import mmap
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -37,44 +36,20 @@ from torch import Tensor
 
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
-from dualform.learning_rules import HYPERPARAMETERS
-from dualform.memory.tensor_files import PAGE, TensorBytes
-from dualform.memory.writing import MemoryWriter, SegmentContent
-from dualform.recording.tags import Visit, expand
+from dualform.memory.writing import MemoryWriter
+from dualform.recording.ring import BufferSet, Region
+from dualform.recording.ring import Extras as Extras
+from dualform.recording.ring import StepRecord as StepRecord
+from dualform.recording.tags import Visit
 
 SETS = 3
 SEGMENT_BYTES = 64 << 20
 COMMIT_SECONDS = 30.0
 """A slow run commits at least this often (at the end of a step)."""
 
-MOVED_BYTES = 4 << 20
 VISIT_BYTES = 512
 STEP_BYTES = 1024
 """About what one visit and one step's record take as Python objects, besides their arrays."""
-
-
-class StepRecord(NamedTuple):
-    """What the optimizers did at one step: an entry per parameter of the model, the settings."""
-
-    applied: np.ndarray[Any, Any]
-    kappa: np.ndarray[Any, Any]
-    first: np.ndarray[Any, Any]
-    fresh: np.ndarray[Any, Any]
-    group: np.ndarray[Any, Any]
-    projection: np.ndarray[Any, Any]
-    hyperparameters: list[tuple[float, ...]]
-
-
-class Extras(NamedTuple):
-    """What a commit carries besides patterns and log, gathered by the recorder at that moment."""
-
-    fingerprints: dict[str, np.ndarray[Any, Any]]
-    momentum_fingerprints: dict[str, np.ndarray[Any, Any]]
-    learned: dict[str, Tensor]
-    strings: dict[str, list[str]]
-    kinds: dict[str, str]
-    description: dict[str, Any]
-    snapshot: dict[str, Tensor] | None
 
 
 class Sink(Protocol):
@@ -89,220 +64,6 @@ class Sink(Protocol):
     ) -> None: ...
 
     def close(self) -> None: ...
-
-
-Events = dict[str, tuple[list[int], list[Tensor]]]
-"""Values by name, with the steps they belong to."""
-
-
-class Region:
-    """Rows of one kind of one layer in page-aligned memory that grows by copying.
-
-    Memory costs only once it is touched; `touched` bytes of it have been.
-    """
-
-    def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
-        self.width, self.dtype = width, dtype
-        self.row_bytes = width * dtype.itemsize
-        self.rows = 0
-        self._allocate(max(1, capacity))
-
-    def _allocate(self, capacity: int) -> None:
-        size = capacity * self.row_bytes
-        self._area = mmap.mmap(-1, max(PAGE, size + -size % PAGE))
-        flat = torch.frombuffer(self._area, dtype=self.dtype)[: capacity * self.width]
-        self._tensor = flat.view(capacity, self.width)
-        self.capacity = capacity
-        self.touched = 0
-
-    def append(self, rows: Tensor) -> None:
-        end = self.rows + rows.shape[0]
-        if end > self.capacity:
-            self.reserve(max(end, self.capacity + self.capacity // 2))
-        self._tensor[self.rows : end].copy_(rows)
-        self.touched = max(self.touched, end * self.row_bytes)
-        self.rows = end
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for so many rows; what is there moves in parts, to be in memory only once."""
-        if capacity <= self.capacity:
-            return
-        area, old = self._area, self._tensor
-        self._allocate(capacity)
-        part = max(1, MOVED_BYTES // max(1, self.row_bytes))
-        for low in range(0, self.rows, part):
-            high = min(self.rows, low + part)
-            self._tensor[low:high].copy_(old[low:high])
-            _give_back(area, 0, high * self.row_bytes // PAGE * PAGE)
-        self.touched = self.bytes
-
-    def trim(self) -> None:
-        """Give back the memory behind the last row."""
-        used = self.bytes + -self.bytes % PAGE
-        if self.touched > used:
-            _give_back(self._area, used, len(self._area) - used)
-            self.touched = self.bytes
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    def tensor_bytes(self, name: str) -> TensorBytes:
-        memory = memoryview(self._area)
-        whole = memory[: self.bytes + -self.bytes % PAGE]
-        shape = (self.rows, self.width)
-        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
-
-
-def _give_back(area: mmap.mmap, start: int, length: int) -> None:
-    if length and hasattr(mmap, "MADV_DONTNEED"):
-        area.madvise(mmap.MADV_DONTNEED, start, length)
-
-
-@dataclass
-class BufferSet:
-    """Everything of the steps now being collected. `extras` are given when it is complete."""
-
-    first_step: int = 0
-    keys: dict[Layer, Region] = field(default_factory=dict)
-    error_signals: dict[Layer, Region] = field(default_factory=dict)
-    visits: dict[Layer, list[Visit]] = field(default_factory=dict)
-    marks: dict[Layer, tuple[int, int]] = field(default_factory=dict)
-    """(rows, visits) of a layer when the step under way began, for layers seen since."""
-    records: list[StepRecord] = field(default_factory=list)
-    gradients: Events = field(default_factory=dict)
-    buffers: Events = field(default_factory=dict)
-    bytes: int = 0
-    """What has been collected."""
-    touched: int = 0
-    """How much memory that takes, with what was in use earlier and was not given back."""
-    extras: Extras | None = None
-    gathered: int = 0
-    """How many records there were when the extras were gathered."""
-
-    def clear(self) -> None:
-        """Make ready for other steps; keep the memory that the last ones needed."""
-        for regions in (self.keys, self.error_signals):
-            for layer in [la for la in regions if la not in self.visits]:
-                del regions[layer]  # not seen for a whole segment
-            for region in regions.values():
-                region.trim()
-                region.rows = 0
-        self.first_step = self.end
-        self.visits, self.marks, self.records, self.extras = {}, {}, [], None
-        self.gradients, self.buffers, self.bytes = {}, {}, 0
-        self.count_touched()
-
-    def count_touched(self) -> None:
-        regions = (*self.keys.values(), *self.error_signals.values())
-        self.touched = sum(r.touched for r in regions)
-        self.touched += self.bytes - sum(r.bytes for r in regions)
-
-    @property
-    def end(self) -> int:
-        """The number of updates after the last complete step."""
-        return self.first_step + len(self.records)
-
-    def append(self, kind: dict[Layer, Region], layer: Layer, rows: Tensor) -> None:
-        region = kind[layer]
-        used, touched = region.bytes, region.touched
-        region.append(rows)
-        self.bytes += region.bytes - used
-        self.touched += region.touched - touched
-
-    def add_bytes(self, size: int) -> None:
-        """Count what lies elsewhere: columns, logs, gradients."""
-        self.bytes += size
-        self.touched += size
-
-    def trim(self) -> None:
-        """Give back all memory that is not in use now."""
-        for region in (*self.keys.values(), *self.error_signals.values()):
-            region.trim()
-        self.count_touched()
-
-    def make_room(self, other: BufferSet) -> None:
-        """Room for what another set came to hold."""
-        for mine, theirs in ((self.keys, other.keys), (self.error_signals, other.error_signals)):
-            for layer in other.visits:
-                region = theirs[layer]
-                room = region.rows + region.rows // 8
-                if layer in mine:
-                    mine[layer].reserve(room)
-                else:
-                    mine[layer] = Region(region.width, region.dtype, room)
-        self.count_touched()
-
-    def rewind(self, layer: Layer) -> int:
-        """Take back a layer's patterns of the step under way; returns how many there were."""
-        if layer not in self.marks:
-            return 0
-        rows, visits = self.marks[layer]
-        dropped = self.keys[layer].rows - rows
-        for region in (self.keys[layer], self.error_signals[layer]):
-            self.bytes -= (region.rows - rows) * region.row_bytes
-            region.rows = rows
-        del self.visits[layer][visits:]
-        del self.marks[layer]
-        return dropped
-
-    def rewind_all(self) -> None:
-        """Take back whatever belongs to a step that was not completed."""
-        for layer in list(self.marks):
-            self.rewind(layer)
-        for events in (self.gradients, self.buffers):
-            for steps, values in events.values():
-                complete = sum(step < self.end for step in steps)
-                del steps[complete:], values[complete:]
-            for name in [n for n, (steps, _) in events.items() if not steps]:
-                del events[name]
-
-    def content(self, extras: Extras) -> SegmentContent:
-        """The collected steps as the format wants them; layers with like rows share a table."""
-        tables: list[dict[str, Any]] = []
-        seen: dict[tuple[Visit, ...], int] = {}
-        table_of: dict[str, int] = {}
-        used = [layer for layer in self.visits if self.keys[layer].rows]
-        for layer in used:
-            shape = tuple(self.visits[layer])
-            if shape not in seen:
-                seen[shape] = len(tables)
-                tables.append(expand(shape, extras.kinds))
-            table_of[layer.name] = seen[shape]
-        return SegmentContent(
-            first_step=self.first_step,
-            steps=len(self.records),
-            patterns=[
-                region.tensor_bytes(f"{kind}/{layer.name}")
-                for layer in used
-                for kind, region in (
-                    ("keys", self.keys[layer]),
-                    ("error_signals", self.error_signals[layer]),
-                )
-            ],
-            rows={layer.name: self.keys[layer].rows for layer in used},
-            table_of=table_of,
-            tables=tables,
-            log=_log_arrays(self.records),
-            fingerprints=extras.fingerprints,
-            momentum_fingerprints=extras.momentum_fingerprints,
-            strings=extras.strings,
-            gradients=self.gradients,
-            buffers=self.buffers,
-            learned=extras.learned,
-        )
-
-
-def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
-    groups = max((len(r.hyperparameters) for r in records), default=0)
-    settings = np.full((len(records), max(1, groups), len(HYPERPARAMETERS)), np.nan)
-    for row, record in zip(settings, records, strict=True):
-        for index, values in enumerate(record.hyperparameters):
-            if values:  # an optimizer whose rule is not known has none
-                row[index] = values
-    names = ("applied", "kappa", "first", "fresh", "group", "projection")
-    arrays = {name: np.stack([getattr(r, name) for r in records]) for name in names}
-    return arrays | {"hyperparameters": settings}
 
 
 class DiskSink:
@@ -487,8 +248,10 @@ class DiskSink:
         """Commit what is complete, wait for the writer and seal the memory."""
         extras = None
         try:
-            if self._failure is None and self._complete(self._ring[-1]):
-                extras = self._ring[-1].extras
+            last = self._ring[-1]
+            last.gathered = -1  # remarks may have come since a commit that was interrupted
+            if self._failure is None and self._complete(last):
+                extras = last.extras
         finally:
             self._ending = True
             self._handed_over.release()

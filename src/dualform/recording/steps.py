@@ -153,7 +153,7 @@ class Steps:
                 first,
                 fresh,
                 len(reading.settings) - 1,
-                float(audit.sketch @ projected),
+                float(audit.sketch @ projected) * unscale,
                 projected,
                 self._transition(settings, fresh, unscale) if self._known_rules else None,
             )

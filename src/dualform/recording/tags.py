@@ -172,7 +172,8 @@ class Tags:
         }.get(array.dtype.kind)
         if kind is None or (kind == "string" and not all(isinstance(v, str) for v in array.flat)):
             raise RecordingError(
-                f"the tag {name!r} holds {array.dtype} values; expected numbers, booleans or strings"
+                f"the tag {name!r} holds {array.dtype} values; expected numbers, booleans or "
+                "strings"
             )
         if self.kinds.setdefault(name, kind) != kind:
             raise RecordingError(

@@ -1,0 +1,308 @@
+"""The comparisons behind `verify`: patterns and log against everything training left behind.
+
+Three checks per parameter, each with a residual and the bound that honest rounding keeps to:
+
+- *steps*: at every single step, u·(κ Σ_t δ_t (x_t·v)) against what training saw of its gradient.
+  Residual: largest difference over the step's gross sum κ‖u‖ Σ_t ‖δ_t‖‖x_t‖|v|, |v| the size of
+  an entry of v. Bound: `STEP_SLACK` · eps, since both sides are sums of the same products, rounded
+  differently. It finds wrong error signals, keys or clipping factors wherever they are.
+- *fingerprints*: W v and m v from each recorded fingerprint to the next, by the learning rule and
+  the patterns in between. Residual: root-mean-square difference over that of W v (for m: of m v),
+  where it is worst. Bound: `FINGERPRINT_DEVIATIONS` of `rounding.drift`. It finds wrong learning
+  rates; because it starts afresh at each fingerprint, errors early in a run are not buried.
+- *weights*: all of W, rebuilt from nothing but initial state, log and patterns, against the
+  model's. Residual: |W − dual| / max|W| of the worst entry. Bound: `ENTRY_DEVIATIONS` of the drift
+  over all steps. It finds another model.
+
+The rounding of T-pattern sums and S updates behaves like a random walk (see `rounding.py`), so
+bounds grow like eps · √S, with the learning rule's own momentum and decay. The factors leave three
+times the room that honest runs were seen to need (momentum up to .999, decay, clipping, 3,000 steps
+of float32). What hides below them is smaller than rounding: 1 % of one tiny update, against the
+roundings of all updates since the last fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualform.attention import engine, queries
+from dualform.attention.rounding import drift, unmoved
+from dualform.attention.tally import Tally, tally
+from dualform.attention.verification import Check, Verification
+from dualform.attention.view import View
+from dualform.layers import as_patterns
+
+STEP_SLACK = 128.0
+"""How many eps a step's projected gradient may differ by, in units of its gross sum."""
+
+FINGERPRINT_DEVIATIONS = 12.0
+"""How many standard deviations of accumulated rounding a fingerprint, a mean, may show."""
+
+ENTRY_DEVIATIONS = 20.0
+"""The same for the worst of all entries of a parameter, of which there may be millions."""
+
+
+def verify(
+    view: View,
+    model: nn.Module | None,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    progress: engine.Progress | None,
+) -> Verification:
+    """Compare a view without masks with everything training left behind, and with the model."""
+    memory = view.memory
+    reference = _reference(view, model)
+    stops = np.array([f.step for f in memory.fingerprints if f.step <= view.at], dtype=np.int64)
+    tallies, rebuilt = tally(view, stops, rebuild=reference is not None, progress=progress)
+    checks: list[Check] = []
+    for name in memory.parameters:
+        sums = tallies.get(name)
+        if reference is not None:
+            checks.append(_check_weights(view, name, rebuilt[name], reference[name], sums))
+        if sums is not None:
+            checks += _check_fingerprints(view, sums)
+            checks += _check_steps(view, sums)
+        else:
+            checks += _check_coarsely(view, name, stops)
+    hashes = dict(memory.hashes)
+    if model is not None:
+        hashes["model"] = model_hash(model)
+        if inputs or kwargs:
+            bounds = {c.parameter: c.bound for c in checks if c.kind == "weights"}
+            seen = view.holding(rebuilt) if rebuilt else view
+            checks += _check_outputs(seen, model, inputs, kwargs, bounds)
+    return Verification(view.at, tuple(checks), hashes, memory.exact, memory.remarks)
+
+
+def model_hash(model: nn.Module) -> str:
+    """SHA-256 over names, types, shapes and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def _reference(view: View, model: nn.Module | None) -> dict[str, Tensor] | None:
+    """The weights to compare with: the model's at the end, a kept snapshot's before."""
+    if view.at == view.memory.steps:
+        if model is None:
+            return None
+        return {name: p.detach().cpu() for name, p in model.named_parameters()}
+    return view.memory.snapshot(view.at) if view.at in view.memory.snapshot_steps else None
+
+
+def _eps(view: View, parameter: str) -> float:
+    """The coarsest precision that took part: the parameter's, or its layers' patterns'."""
+    dtypes = [view.memory.parameters[parameter].dtype]
+    dtypes += [layer.dtype for layer in view.writers(parameter)]
+    return max(float(torch.finfo(dtype).eps) for dtype in dtypes)
+
+
+def _smallest(view: View, parameter: str) -> float:
+    """Where the parameter's dtype runs out of digits: nothing below it can be told apart."""
+    return float(torch.finfo(view.memory.parameters[parameter].dtype).smallest_normal)
+
+
+def _check_weights(
+    view: View, name: str, dual: Tensor, weights: Tensor, sums: Tally | None
+) -> Check:
+    """|W − dual| / max|W| of the worst entry, against the drift of an entry over all steps."""
+    weights, initial = weights.double(), view.memory.initial(name).double()
+    if not weights.numel():
+        return Check(name, "weights", 0.0, 0.0)
+    size = max(float(t.abs().max()) for t in (initial, dual, weights.nan_to_num(0, 0, 0)))
+    eps = _eps(view, name)
+    expected = drift(
+        view.memory.log(name).head(view.at),
+        np.array([view.at]),
+        eps=eps,
+        size=size,
+        gross=sums.largest if sums is not None else np.zeros(view.at),
+        anchored=False,
+    )
+    lost = unmoved(dual - initial, initial.abs(), view.at, eps)
+    allowed = (
+        float(expected.bound(ENTRY_DEVIATIONS)[0, 0]) + eps * size + lost + _smallest(view, name)
+    )
+    off = (weights - dual).abs()
+    worst = int(torch.argmax(torch.where(off.isfinite(), off / allowed, torch.inf)))
+    scale = float(weights.nan_to_num(0, 0, 0).abs().max()) or size or 1.0
+    return Check(
+        name,
+        "weights",
+        float(off.reshape(-1)[worst]) / scale,
+        float(allowed.reshape(-1)[worst]) / scale,
+    )
+
+
+def _check_steps(view: View, sums: Tally) -> list[Check]:
+    """u·(grad v) of every step by the patterns, against what training saw."""
+    if not view.at:
+        return []
+    seen = view.memory.audit_projections(sums.parameter)[: view.at]
+    total = np.concatenate([[0.0], np.cumsum(sums.gross)])
+    steps = np.arange(view.at)
+    gross = np.where(sums.log.first == steps, sums.gross, total[steps + 1] - total[sums.log.first])
+    scale = np.maximum(np.abs(sums.log.kappa) * gross * float(sums.sketch.norm()), np.abs(seen))
+    scale = np.maximum(scale, _smallest(view, sums.parameter) / _eps(view, sums.parameter))
+    off = np.where(sums.log.applied, np.abs(sums.applied_projections() - seen), 0.0)
+    relative = np.divide(off, scale, out=np.zeros_like(off), where=scale > 0)
+    relative = np.where(np.isfinite(relative), relative, np.inf)
+    worst = int(np.argmax(relative))
+    bound = STEP_SLACK * _eps(view, sums.parameter)
+    return [Check(sums.parameter, "steps", float(relative[worst]), bound, worst)]
+
+
+def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
+    """W v and m v from each fingerprint to the next, by patterns and learning rule."""
+    memory, name = view.memory, sums.parameter
+    known = {f.step: f for f in memory.fingerprints}
+    rows = len(sums.sketch)
+    weights = _project(memory.initial(name), sums.probe, rows)
+    buffer = memory.initial_momentum(name)
+    momentum = torch.zeros(rows, dtype=torch.float64)
+    if buffer is not None:
+        momentum = _project(buffer, sums.probe, rows)
+    prints = [weights, *(known[s].values[name].double() for s in sums.stops.tolist())]
+    size = max(_rms(p) for p in prints)
+    eps = _eps(view, name)
+    expected = drift(
+        sums.log,
+        sums.stops,
+        eps=eps,
+        size=size,
+        gross=sums.gross / np.sqrt(max(rows, 1)),
+        anchored=True,
+    )
+    bounds = expected.bound(FINGERPRINT_DEVIATIONS) + _smallest(view, name)
+    worst = Check(name, "fingerprints", 0.0, float(_eps(view, name)))
+    for i, stop in enumerate(sums.stops.tolist()):
+        whole = sums.stretches[i].whole
+        at_stop = known[stop]
+        moved = whole[0, 0] * weights + whole[0, 1] * momentum + sums.written[i, 0]
+        buffered = whole[1, 0] * weights + whole[1, 1] * momentum + sums.written[i, 1]
+        taken = stop - (int(sums.stops[i - 1]) if i else 0)
+        lost = float(unmoved(torch.tensor(_rms(moved - weights)), size, taken, eps))
+        weights = at_stop.values[name].double()
+        momentum = at_stop.momentum.get(name, buffered).double()
+        scale = _rms(weights) or size or 1.0
+        allowed = (float(bounds[i, 0]) + lost) / scale
+        found = [Check(name, "fingerprints", _rms(moved - weights) / scale, allowed, stop)]
+        if name in at_stop.momentum:
+            scale = _rms(momentum) or 1.0
+            allowed = float(bounds[i, 1]) / scale
+            found.append(
+                Check(name, "fingerprints", _rms(buffered - momentum) / scale, allowed, stop)
+            )
+        worst = max([worst, *found], key=_severity)
+    return [worst]
+
+
+def _check_coarsely(view: View, name: str, stops: engine.Rows) -> list[Check]:
+    """A parameter without patterns or stored steps: its fingerprint, as far as it is known."""
+    memory = view.memory
+    known = {f.step: f.values[name].double() for f in memory.fingerprints if name in f.values}
+    trained = memory.parameters[name].coverage == "accumulated"
+    kept = [s for s in stops.tolist() if s in known]
+    if trained:
+        kept = [s for s in kept if s in memory.learned_steps(name)]
+    probe = memory.probe(name).double()
+    worst = Check(name, "fingerprints", 0.0, _eps(view, name))
+    for stop in kept:
+        weights = _project(View(memory, stop).base(name), probe, len(known[stop]))
+        scale = max(_rms(known[stop]), _rms(weights)) or 1.0
+        log = memory.log(name).head(stop)
+        expected = drift(
+            log,
+            np.array([stop]),
+            eps=_eps(view, name),
+            size=scale,
+            gross=np.zeros(stop),
+            anchored=False,
+        )
+        bound = float(expected.bound(FINGERPRINT_DEVIATIONS)[0, 0]) / scale + _eps(view, name)
+        off = _rms(weights - known[stop]) / scale
+        worst = max([worst, Check(name, "fingerprints", off, bound, stop)], key=_severity)
+    return [worst] if kept else []
+
+
+def _check_outputs(
+    view: View,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    bounds: Mapping[str, float],
+) -> list[Check]:
+    """The model's outputs against the dual form's, both ways.
+
+    The bound is how far the outputs move if every parameter moves by its own bound, at random.
+    """
+    with torch.no_grad(), queries.evaluating(model):
+        primal = _flat(model(*inputs, **kwargs))
+    scale = float(primal.abs().max()) if primal.numel() else 0.0
+    scale = scale or 1.0
+
+    def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
+        layer = view.memory.layer(name)
+        rows = as_patterns(layer.kind, given).to("cpu", torch.float64)
+        return view.dual_output(layer, rows).reshape(output.shape).to(output)
+
+    with torch.no_grad():
+        rebuilt = _flat(queries.run(model, view, inputs, kwargs))
+        attended = _flat(queries.run(model, view, inputs, kwargs, attend, view.memory.layers))
+        moved = 0.0
+        for seed in range(4):
+            shaken = view.holding(_shaken(view.weights, bounds, seed))
+            other = _flat(queries.run(model, shaken, inputs, kwargs))
+            moved = max(moved, float((other - rebuilt).abs().max()) if other.numel() else 0.0)
+    eps = max(_eps(view, name) for name in view.memory.parameters)
+    bound = moved / scale + 16 * eps
+    residuals = {
+        "outputs by weights": float((rebuilt - primal).abs().max()) / scale,
+        "outputs by patterns": float((attended - primal).abs().max()) / scale,
+    }
+    return [Check(name, "outputs", value, bound) for name, value in residuals.items()]
+
+
+def _shaken(
+    weights: Mapping[str, Tensor], bounds: Mapping[str, float], seed: int
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: w
+        + w.abs().max() * bounds[name] * torch.randn(w.shape, generator=generator, dtype=w.dtype)
+        if w.numel()
+        else w
+        for name, w in weights.items()
+    }
+
+
+def _flat(output: Any) -> Tensor:
+    """All numbers of a model's output in one row, float64."""
+    parts = [t.detach().cpu().double().reshape(-1) for t in queries.tensors_in(output)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _project(tensor: Tensor, probe: Tensor, rows: int) -> Tensor:
+    return tensor.double().reshape(rows, -1) @ probe
+
+
+def _rms(vector: Tensor) -> float:
+    return float(vector.norm()) / sqrt(max(vector.numel(), 1))
+
+
+def _severity(check: Check) -> float:
+    if check.residual == 0:
+        return 0.0
+    if not np.isfinite(check.residual) or check.bound <= 0:
+        return float("inf")
+    return float(check.residual / check.bound)

@@ -1,0 +1,91 @@
+"""From a target ("output 7") to a direction at every layer's output: the derivative, by autograd.
+
+A contribution splits one number. For the layer that produces the model's output the direction is
+the target itself; for a layer further down it is d(target)/d(layer output). Zeros added to a
+layer's output collect that derivative: they change nothing, need no access to the layer, and see a
+layer that is used several times, also through its own later uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.attention.queries import check_finite
+from dualform.errors import QueryError
+
+
+class Call:
+    """One use of a layer in a forward pass: what it was given, what it returned, and a probe."""
+
+    def __init__(self, given: Tensor, output: Tensor) -> None:
+        self.given = given.detach()
+        self.output = output.detach()
+        self.probe = torch.zeros_like(output, requires_grad=True)
+        self.returned = output + self.probe
+        self.version = self.returned._version
+
+
+class Traced:
+    """The recorded layers of one forward pass, each output carrying a probe of zeros.
+
+    The gradient with respect to the probe is the total derivative of the target with respect to
+    that output, also through later uses of the same layer.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Call]] = {}
+
+    def on_layer(self, name: str, given: Tensor, output: Tensor) -> Tensor:
+        call = Call(given, output)
+        self.calls.setdefault(name, []).append(call)
+        return call.returned
+
+    def layer_of(self, output: Tensor) -> str | None:
+        """The layer that returned this very tensor, unchanged since."""
+        for name, calls in self.calls.items():
+            last = calls[-1]
+            if len(calls) == 1 and last.returned is output and last.version == output._version:
+                return name
+        return None
+
+
+def direction_of(
+    target: int | Tensor | Sequence[float], shape: tuple[int, ...], what: str
+) -> Tensor:
+    """The direction a target means over outputs of this shape, one input at a time."""
+    width = shape[-1] if shape else 1
+    single = torch.Size(shape).numel() == width
+    if isinstance(target, int) and not isinstance(target, bool):
+        if not single:
+            raise QueryError(
+                f"{what} has shape {list(shape)}: target={target} names one output of one input. "
+                "Give one input at a time, or a target of the output's own shape"
+            )
+        if not 0 <= target < width:
+            raise QueryError(
+                f"target={target} is out of range: {what} has outputs 0 to {width - 1}"
+            )
+        one_hot = torch.zeros(width, dtype=torch.float64)
+        one_hot[target] = 1.0
+        return one_hot.reshape(shape)
+    try:
+        direction = torch.as_tensor(target, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise QueryError(
+            f"target={target!r}: expected a class index, or numbers over the outputs"
+        ) from error
+    if tuple(direction.shape) != shape and not (single and tuple(direction.shape) == (width,)):
+        raise QueryError(
+            f"the target has shape {list(direction.shape)}, but {what} has shape {list(shape)}; "
+            "give one input at a time, or a target of the output's own shape"
+        )
+    check_finite(direction, "the target")
+    return direction.reshape(shape)
+
+
+def name_of(target: Any) -> str:
+    return f"output {target}" if isinstance(target, int) else "a weighted sum of outputs"

@@ -1,0 +1,255 @@
+"""What is collected until it is written: rows in page-aligned memory, visits, logs, gradients.
+
+One `BufferSet` is being filled by the training thread while others wait for the writer. Why it is
+hard: the memory must be reused (fresh pages cost as much as the copying), must be given back where
+layers come and go, and must stay whole if Ctrl-C strikes in the middle of growing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.layers import Layer
+from dualform.learning_rules import HYPERPARAMETERS
+from dualform.memory.tensor_files import PAGE, TensorBytes
+from dualform.memory.writing import SegmentContent
+from dualform.recording.tags import Visit, expand
+
+
+class StepRecord(NamedTuple):
+    """What the optimizers did at one step: an entry per parameter of the model, the settings."""
+
+    applied: np.ndarray[Any, Any]
+    kappa: np.ndarray[Any, Any]
+    first: np.ndarray[Any, Any]
+    fresh: np.ndarray[Any, Any]
+    group: np.ndarray[Any, Any]
+    projection: np.ndarray[Any, Any]
+    hyperparameters: list[tuple[float, ...]]
+
+
+class Extras(NamedTuple):
+    """What a commit carries besides patterns and log, gathered by the recorder at that moment."""
+
+    fingerprints: dict[str, np.ndarray[Any, Any]]
+    momentum_fingerprints: dict[str, np.ndarray[Any, Any]]
+    learned: dict[str, Tensor]
+    strings: dict[str, list[str]]
+    kinds: dict[str, str]
+    description: dict[str, Any]
+    snapshot: dict[str, Tensor] | None
+
+
+Events = dict[str, tuple[list[int], list[Tensor]]]
+"""Values by name, with the steps they belong to."""
+
+
+class Region:
+    """Rows of one kind of one layer in page-aligned memory that grows by copying.
+
+    Memory costs only once it is touched; `touched` bytes of it have been.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
+        self.width, self.dtype = width, dtype
+        self.row_bytes = width * dtype.itemsize
+        self.rows = 0
+        self.touched = 0
+        self._memory = self._allocate(max(1, capacity))
+
+    def _allocate(self, capacity: int) -> tuple[mmap.mmap, Tensor]:
+        size = capacity * self.row_bytes
+        area = mmap.mmap(-1, max(PAGE, size + -size % PAGE))
+        flat = torch.frombuffer(area, dtype=self.dtype)[: capacity * self.width]
+        return area, flat.view(capacity, self.width)
+
+    @property
+    def capacity(self) -> int:
+        return self._memory[1].shape[0]
+
+    def append(self, rows: Tensor) -> None:
+        end = self.rows + rows.shape[0]
+        if end > self.capacity:
+            self.reserve(max(end, self.capacity + self.capacity // 2))
+        self._memory[1][self.rows : end].copy_(rows)
+        self.touched = max(self.touched, end * self.row_bytes)
+        self.rows = end
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many rows. The old memory counts until the new one is complete."""
+        if capacity > self.capacity:
+            larger = self._allocate(capacity)
+            larger[1][: self.rows].copy_(self._memory[1][: self.rows])
+            self._memory = larger
+            self.touched = self.bytes
+
+    def trim(self) -> None:
+        """Give back the memory behind the last row."""
+        used = self.bytes + -self.bytes % PAGE
+        if self.touched > used:
+            area, _ = self._memory
+            if hasattr(mmap, "MADV_DONTNEED"):
+                area.madvise(mmap.MADV_DONTNEED, used, len(area) - used)
+            self.touched = self.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def tensor_bytes(self, name: str) -> TensorBytes:
+        memory = memoryview(self._memory[0])
+        whole = memory[: self.bytes + -self.bytes % PAGE]
+        shape = (self.rows, self.width)
+        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
+
+
+@dataclass
+class BufferSet:
+    """Everything of the steps now being collected. `extras` are given when it is complete."""
+
+    first_step: int = 0
+    keys: dict[Layer, Region] = field(default_factory=dict)
+    error_signals: dict[Layer, Region] = field(default_factory=dict)
+    visits: dict[Layer, list[Visit]] = field(default_factory=dict)
+    marks: dict[Layer, tuple[int, int]] = field(default_factory=dict)
+    """(rows, visits) of a layer when the step under way began, for layers seen since."""
+    records: list[StepRecord] = field(default_factory=list)
+    gradients: Events = field(default_factory=dict)
+    buffers: Events = field(default_factory=dict)
+    bytes: int = 0
+    """What has been collected."""
+    touched: int = 0
+    """How much memory that takes, with what was in use earlier and was not given back."""
+    extras: Extras | None = None
+    gathered: int = 0
+    """How many records there were when the extras were gathered."""
+
+    def clear(self) -> None:
+        """Make ready for other steps; keep the memory that the last ones needed."""
+        for regions in (self.keys, self.error_signals):
+            for layer in [la for la in regions if la not in self.visits]:
+                del regions[layer]  # not seen for a whole segment
+            for region in regions.values():
+                region.trim()
+                region.rows = 0
+        self.first_step = self.end
+        self.visits, self.marks, self.records, self.extras = {}, {}, [], None
+        self.gradients, self.buffers, self.bytes = {}, {}, 0
+        self.count_touched()
+
+    def count_touched(self) -> None:
+        regions = (*self.keys.values(), *self.error_signals.values())
+        self.touched = sum(r.touched for r in regions)
+        self.touched += self.bytes - sum(r.bytes for r in regions)
+
+    @property
+    def end(self) -> int:
+        """The number of updates after the last complete step."""
+        return self.first_step + len(self.records)
+
+    def append(self, kind: dict[Layer, Region], layer: Layer, rows: Tensor) -> None:
+        region = kind[layer]
+        used, touched = region.bytes, region.touched
+        region.append(rows)
+        self.bytes += region.bytes - used
+        self.touched += region.touched - touched
+
+    def add_bytes(self, size: int) -> None:
+        """Count what lies elsewhere: columns, logs, gradients."""
+        self.bytes += size
+        self.touched += size
+
+    def trim(self) -> None:
+        """Give back all memory that is not in use now."""
+        for region in (*self.keys.values(), *self.error_signals.values()):
+            region.trim()
+        self.count_touched()
+
+    def make_room(self, other: BufferSet) -> None:
+        """Room for what another set came to hold."""
+        for mine, theirs in ((self.keys, other.keys), (self.error_signals, other.error_signals)):
+            for layer in other.visits:
+                region = theirs[layer]
+                room = region.rows + region.rows // 8
+                if layer in mine:
+                    mine[layer].reserve(room)
+                else:
+                    mine[layer] = Region(region.width, region.dtype, room)
+        self.count_touched()
+
+    def rewind(self, layer: Layer) -> int:
+        """Take back a layer's patterns of the step under way; returns how many there were."""
+        if layer not in self.marks:
+            return 0
+        rows, visits = self.marks[layer]
+        dropped = self.keys[layer].rows - rows
+        for region in (self.keys[layer], self.error_signals[layer]):
+            self.bytes -= (region.rows - rows) * region.row_bytes
+            region.rows = rows
+        del self.visits[layer][visits:]
+        del self.marks[layer]
+        return dropped
+
+    def rewind_all(self) -> None:
+        """Take back whatever belongs to a step that was not completed."""
+        for layer in list(self.marks):
+            self.rewind(layer)
+        for events in (self.gradients, self.buffers):
+            for steps, values in events.values():
+                complete = sum(step < self.end for step in steps)
+                del steps[complete:], values[complete:]
+            for name in [n for n, (steps, _) in events.items() if not steps]:
+                del events[name]
+
+    def content(self, extras: Extras) -> SegmentContent:
+        """The collected steps as the format wants them; layers with like rows share a table."""
+        tables: list[dict[str, Any]] = []
+        seen: dict[tuple[Visit, ...], int] = {}
+        table_of: dict[str, int] = {}
+        used = [layer for layer in self.visits if self.keys[layer].rows]
+        for layer in used:
+            shape = tuple(self.visits[layer])
+            if shape not in seen:
+                seen[shape] = len(tables)
+                tables.append(expand(shape, extras.kinds))
+            table_of[layer.name] = seen[shape]
+        return SegmentContent(
+            first_step=self.first_step,
+            steps=len(self.records),
+            patterns=[
+                region.tensor_bytes(f"{kind}/{layer.name}")
+                for layer in used
+                for kind, region in (
+                    ("keys", self.keys[layer]),
+                    ("error_signals", self.error_signals[layer]),
+                )
+            ],
+            rows={layer.name: self.keys[layer].rows for layer in used},
+            table_of=table_of,
+            tables=tables,
+            log=_log_arrays(self.records),
+            fingerprints=extras.fingerprints,
+            momentum_fingerprints=extras.momentum_fingerprints,
+            strings=extras.strings,
+            gradients=self.gradients,
+            buffers=self.buffers,
+            learned=extras.learned,
+        )
+
+
+def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
+    groups = max((len(r.hyperparameters) for r in records), default=0)
+    settings = np.full((len(records), max(1, groups), len(HYPERPARAMETERS)), np.nan)
+    for row, record in zip(settings, records, strict=True):
+        for index, values in enumerate(record.hyperparameters):
+            if values:  # an optimizer whose rule is not known has none
+                row[index] = values
+    names = ("applied", "kappa", "first", "fresh", "group", "projection")
+    arrays = {name: np.stack([getattr(r, name) for r in records]) for name in names}
+    return arrays | {"hyperparameters": settings}

@@ -1,0 +1,574 @@
+"""The audit: what cannot be explained is said at once, at its step, by name. Nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD
+
+import dualform as df
+from dualform.recording.audit import TURNS
+
+STEPS = 6
+TAMPERED = 3
+"""The step at which the loops below do something they should not."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).to(dtype)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    inputs = torch.randn(7, 6, dtype=next(model.parameters()).dtype)
+    return F.cross_entropy(model(inputs), torch.randint(0, 3, (7,)))
+
+
+Tamper = Callable[[nn.Module, torch.optim.Optimizer], None]
+GRADIENT_EDITS: dict[str, tuple[str, Tamper]] = {}
+
+
+def edit(name: str, parameter: str) -> Callable[[Tamper], Tamper]:
+    """A tampering with gradients between backward and step, and where it must be seen first."""
+
+    def enter(tamper: Tamper) -> Tamper:
+        GRADIENT_EDITS[name] = parameter, tamper
+        return tamper
+
+    return enter
+
+
+@edit("one entry edited by hand", "3.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[3].weight.grad[2, 4] += 0.01
+
+
+@edit("one bias entry edited by hand", "5.bias")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[5].bias.grad[1] *= 1.01
+
+
+@edit("one row zeroed", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    row = model[0].weight.grad.norm(dim=1).argmax()
+    model[0].weight.grad[row] = 0
+
+
+@edit("clipping by value", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    clip_grad_value_(model.parameters(), 1e-3)
+
+
+@edit("noise", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad += 1e-3 * torch.randn_like(parameter)
+
+
+@edit("the sign instead of the gradient", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad.sign_()
+
+
+@edit("decay added to the gradient by hand", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad += 0.01 * parameter.detach()
+
+
+@edit("a gradient that is not a number", "3.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[3].weight.grad[0, 0] = float("nan")
+
+
+@edit("an infinite gradient", "5.bias")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[5].bias.grad[0] = float("inf")
+
+
+@edit("a penalty on the weights in the loss", "3.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[3].weight.square().sum().backward()
+
+
+@edit("a weight used outside its layer", "5.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    F.linear(torch.randn(3, 5).to(model[5].weight), model[5].weight).sum().backward()
+
+
+@edit("a gradient penalty through the backward pass", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inputs = torch.randn(4, 6).to(model[0].weight).requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    slope.square().sum().backward()
+
+
+@edit("part of a layer's gradients thrown away", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.grad = None
+    loss_of(model).backward()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    path: Path,
+    *,
+    tamper: Tamper | None = None,
+    after: Tamper | None = None,
+    steps: int = STEPS,
+    **options: Any,
+) -> df.Recorder:
+    """A loop that tampers with gradients (`tamper`) or with anything (`after` the step)."""
+    with df.record(model, optimizer, path, **options) as recorder:
+        for step in range(steps):
+            loss_of(model).backward()
+            if tamper is not None and step == TAMPERED:
+                tamper(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if after is not None and step == TAMPERED:
+                after(model, optimizer)
+    return recorder
+
+
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32], ids=["float64", "float32"]
+)
+
+
+@dtypes
+@pytest.mark.parametrize("name", GRADIENT_EDITS)
+def test_a_gradient_the_patterns_do_not_explain_stops_the_run(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    parameter, tamper = GRADIENT_EDITS[name]
+    model = network(dtype)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(df.AuditError, match=rf"^step {TAMPERED}, parameter '{parameter}': .*") as e:
+        train(model, optimizer, tmp_path / "run", tamper=tamper)
+    assert 'audit="warn" would go on' in str(e.value)
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.steps == TAMPERED
+    assert any("AuditError" in remark for remark in memory.remarks)
+
+
+@pytest.mark.parametrize("name", GRADIENT_EDITS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_audit_warn_goes_on_and_the_memory_is_not_called_exact(name: str, tmp_path: Path) -> None:
+    parameter, tamper = GRADIENT_EDITS[name]
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=rf"not exact. step {TAMPERED}, parameter '{parameter}'"):
+        recorder = train(model, optimizer, tmp_path / "run", tamper=tamper, audit="warn")
+    memory = df.Memory.open(tmp_path / "run")
+    assert not recorder.exact
+    assert not memory.exact
+    assert memory.steps == STEPS
+    assert memory.closed
+    assert any(r.startswith(f"step {TAMPERED}, parameter '{parameter}'") for r in memory.remarks)
+
+
+def test_the_message_of_an_edited_gradient_says_how_much_and_what_would_be_fine(
+    tmp_path: Path,
+) -> None:
+    model = network()
+    with pytest.raises(df.AuditError, match=r"\d% of its gradient is not in the .* patterns") as e:
+        train(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            tmp_path / "run",
+            tamper=lambda m, o: clip_grad_value_(m.parameters(), 1e-4),
+        )
+    for word in ("clipped by value", "noise", "edited by hand", "clipping by norm", "accumulation"):
+        assert word in str(e.value)
+
+
+@pytest.mark.parametrize("edit", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_is_called_so(edit: float, tmp_path: Path) -> None:
+    model = network()
+    with pytest.raises(df.AuditError, match="not finite"):
+        train(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            tmp_path / "run",
+            tamper=lambda m, o: m[0].weight.grad.fill_(edit),
+        )
+
+
+def test_a_loss_that_is_no_number_is_noticed(tmp_path: Path) -> None:
+    model = network()
+    with pytest.raises(df.AuditError, match=r"step 3, parameter .* is not finite"):
+        train(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            tmp_path / "run",
+            tamper=lambda m, o: (loss_of(m) * float("nan")).backward(),
+        )
+
+
+def test_a_tiny_edit_is_found_in_float64(tmp_path: Path) -> None:
+    def tamper(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[3].weight.grad[2, 4] += 1e-9
+
+    model = network(torch.float64)
+    with pytest.raises(df.AuditError, match=r"step 3, parameter '3.weight'"):
+        train(model, SGD(model.parameters(), lr=0.1), tmp_path / "run", tamper=tamper)
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+WEIGHT_EDITS: dict[str, tuple[str, Tamper]] = {}
+
+
+def weight_edit(name: str, parameter: str) -> Callable[[Tamper], Tamper]:
+    def enter(tamper: Tamper) -> Tamper:
+        WEIGHT_EDITS[name] = parameter, tamper
+        return tamper
+
+    return enter
+
+
+@weight_edit("one weight set by hand", "3.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model[3].weight[1, 1] += 0.1
+
+
+@weight_edit("one weight set through .data", "5.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[5].weight.data[0, 0] = 3.0
+
+
+@weight_edit("a norm set by hand", "2.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[2].weight.data.mul_(1.5)
+
+
+@weight_edit("weights kept to a norm", "0.weight")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.data.renorm_(2, 0, 0.1)
+
+
+@weight_edit("an older checkpoint loaded", r"\d\.(weight|bias)")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: v * 0.5 for name, v in model.state_dict().items()})
+
+
+@weight_edit("a second optimizer nobody told of", r"\d\.(weight|bias)")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward()
+    SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
+@weight_edit("momentum buffers edited", r"\d\.(weight|bias)")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(-3)
+
+
+@dtypes
+@pytest.mark.parametrize("name", WEIGHT_EDITS)
+def test_a_weight_changed_outside_the_step_is_found_within_a_few_steps(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    parameter, tamper = WEIGHT_EDITS[name]
+    model = network(dtype)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(df.AuditError, match=rf"parameter '{parameter}': its weights are ") as e:
+        train(model, optimizer, tmp_path / "run", after=tamper, steps=TAMPERED + TURNS + 2)
+    found = int(str(e.value).split()[1].strip(","))
+    assert TAMPERED < found <= TAMPERED + TURNS + 1
+    memory = df.Memory.open(tmp_path / "run")
+    assert not memory.exact
+    assert memory.closed
+
+
+def test_a_weight_changed_after_the_last_step_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(df.AuditError, match=r"parameter '0.weight': its weights are"):
+        train(
+            model,
+            optimizer,
+            tmp_path / "run",
+            after=lambda m, o: m[0].weight.data.add_(1.0),
+            steps=TAMPERED + 1,
+        )
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.steps == TAMPERED + 1
+    assert memory.closed
+    assert not memory.exact
+    memory.check()
+
+
+def test_a_replaced_optimizer_is_noticed_at_the_end(tmp_path: Path) -> None:
+    model = network()
+    first, then = (SGD(model.parameters(), lr=0.1) for _ in range(2))
+
+    def train_with_both() -> None:
+        with df.record(model, first, tmp_path / "run"):
+            for optimizer in (first, then):
+                loss_of(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(df.AuditError, match=r"Was it changed outside optimizer\.step"):
+        train_with_both()
+
+
+def test_audit_warn_goes_on_after_a_changed_weight(tmp_path: Path) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"not exact. .* parameter '3.weight'"):
+        train(
+            model,
+            optimizer,
+            tmp_path / "run",
+            after=WEIGHT_EDITS["one weight set by hand"][1],
+            steps=TAMPERED + TURNS + 2,
+            audit="warn",
+        )
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.steps == TAMPERED + TURNS + 2
+    assert not memory.exact
+    assert sum("'3.weight'" in remark for remark in memory.remarks) == 1
+
+
+# What is refused at the start ---------------------------------------------------------------------
+
+
+class MySGD(SGD):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.LBFGS, MySGD])
+def test_an_optimizer_whose_rule_is_not_known_is_refused(kind: Any, tmp_path: Path) -> None:
+    model = network()
+    with (
+        pytest.raises(df.AuditError, match=rf"{kind.__name__}; its learning rule is not known"),
+        df.record(model, kind(model.parameters(), lr=0.1), tmp_path / "run"),
+    ):
+        pass
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, MySGD])
+def test_audit_warn_keeps_keys_and_error_signals_under_any_optimizer(
+    kind: Any, tmp_path: Path
+) -> None:
+    model = network()
+    with pytest.warns(UserWarning, match=f"the learning rule of {kind.__name__} is not known"):
+        train(model, kind(model.parameters(), lr=0.01), tmp_path / "run", audit="warn")
+    memory = df.Memory.open(tmp_path / "run")
+    assert not memory.exact
+    assert memory.steps == STEPS
+    assert len(memory.layer("0")) == 7 * STEPS
+
+
+def test_a_trained_parameter_outside_the_model_is_refused(tmp_path: Path) -> None:
+    model, criterion = network(), nn.Linear(3, 2)
+    both = SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    with (
+        pytest.raises(df.RecordingError, match=r"a parameter of shape \[2, 3\] that is not in"),
+        df.record(model, both, tmp_path / "run"),
+    ):
+        pass
+
+
+def test_a_parameter_from_outside_added_later_is_refused(tmp_path: Path) -> None:
+    model, criterion = network(), nn.Linear(3, 2)
+    with pytest.raises(df.RecordingError, match=r"nn.ModuleList\(\[model, criterion\]\)"):
+        train(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            tmp_path / "run",
+            tamper=lambda m, o: o.add_param_group({"params": criterion.parameters()}),
+        )
+    assert df.Memory.open(tmp_path / "run").steps == TAMPERED
+
+
+def test_a_sparse_gradient_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with df.record(model, optimizer, tmp_path / "run"):
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(df.RecordingError, match=r"parameter '0.weight' has a sparse gradient"):
+            optimizer.step()
+
+
+def test_a_complex_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2, dtype=torch.complex64)
+    with (
+        pytest.raises(df.RecordingError, match=r"parameter 'weight' has dtype torch.complex64"),
+        df.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run"),
+    ):
+        pass
+
+
+# What is fine -------------------------------------------------------------------------------------
+
+
+def test_editing_the_gradient_of_a_parameter_without_patterns_is_accounted_for(
+    tmp_path: Path,
+) -> None:
+    model = network(torch.float64)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(
+        model,
+        optimizer,
+        tmp_path / "run",
+        tamper=lambda m, o: m[2].weight.grad.clamp_(-1e-3, 1e-3),
+    )
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.exact
+    rebuilt = df.DualForm(model, memory).weights(torch.float64)["2.weight"]
+    assert torch.allclose(rebuilt, model[2].weight, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:dualform. .* got a gradient though its layer was never called")
+def test_a_layer_used_through_its_weights_alone_is_accounted_for_step_by_step(
+    tmp_path: Path,
+) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return F.linear(inputs, self.fc.weight, self.fc.bias)
+
+    model = Functional()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, tmp_path / "run")
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.exact
+    assert memory.layers == ()
+    assert memory.parameters["fc.weight"].coverage == "steps"
+    assert torch.allclose(df.DualForm(model, memory).weights()["fc.weight"], model.fc.weight)
+
+
+def test_a_layer_called_by_keyword_is_seen(tmp_path: Path) -> None:
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.fc(input=inputs)
+
+    model = ByKeyword()
+    train(model, SGD(model.parameters(), lr=0.1), tmp_path / "run")
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.exact
+    assert len(memory.layer("fc")) == 7 * STEPS
+
+
+# No false alarms ----------------------------------------------------------------------------------
+
+
+def batches(size: int, scale: float = 1.0) -> Callable[[nn.Module, torch.Generator], Tensor]:
+    def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+        inputs = torch.randn(size, 12, generator=generator) * scale
+        labels = torch.randint(0, 4, (size,), generator=generator)
+        return F.cross_entropy(model(inputs), labels)
+
+    return loss
+
+
+def times(factor: float) -> Callable[[nn.Module, torch.Generator], Tensor]:
+    return lambda model, generator: factor * batches(16)(model, generator)
+
+
+def confident(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """A network that is sure: error signals range over forty orders of magnitude."""
+    inputs = torch.randn(8, 12, generator=generator)
+    labels = torch.randint(0, 4, (8,), generator=generator)
+    outputs = model(inputs)
+    return F.cross_entropy(outputs + 80 * F.one_hot(labels, 4), labels)
+
+
+def cancelling(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """Large patterns whose sum is nearly nothing."""
+    inputs = torch.randn(8, 12, generator=generator)
+    outputs = model(inputs)
+    return 1000 * (outputs - model(inputs + 1e-4)).sum()
+
+
+QUIET: dict[str, tuple[dict[str, Any], Callable[[nn.Module, torch.Generator], Tensor]]] = {
+    "plain": ({"lr": 0.1}, batches(16)),
+    "heavy momentum": ({"lr": 0.01, "momentum": 0.99}, batches(16)),
+    "heavy momentum and nesterov": (
+        {"lr": 0.01, "momentum": 0.99, "nesterov": True, "weight_decay": 1e-4},
+        batches(16),
+    ),
+    "a large learning rate": ({"lr": 2.0}, batches(16)),
+    "a large learning rate with momentum": ({"lr": 0.5, "momentum": 0.9}, batches(4)),
+    "batches of one": ({"lr": 0.05, "momentum": 0.9}, batches(1)),
+    "tiny gradients": ({"lr": 0.1, "momentum": 0.9}, times(1e-12)),
+    "gradients near the smallest number": ({"lr": 1e20}, times(1e-30)),
+    "gradients below the smallest number": ({"lr": 0.1}, times(1e-40)),
+    "huge gradients": ({"lr": 1e-20, "momentum": 0.9}, times(1e18)),
+    "a confident network": ({"lr": 0.1, "momentum": 0.9}, confident),
+    "patterns that cancel": ({"lr": 1e-3, "momentum": 0.9}, cancelling),
+    "weights that shrink by decay": ({"lr": 0.1, "weight_decay": 0.1}, times(1e-3)),
+    "weights that shrink to nothing": ({"lr": 0.5, "weight_decay": 0.5}, times(0.0)),
+    "large inputs": ({"lr": 1e-6, "momentum": 0.9}, batches(16, scale=1e4)),
+    "small inputs": ({"lr": 1.0, "momentum": 0.9}, batches(16, scale=1e-6)),
+}
+
+
+def run_quietly(name: str, steps: int, path: Path, clip: float | None) -> None:
+    options, loss_of_batch = QUIET[name]
+    model = nn.Sequential(
+        nn.Linear(12, 24),
+        nn.ReLU(),
+        nn.LayerNorm(24),
+        nn.Linear(24, 16),
+        nn.Tanh(),
+        nn.Linear(16, 4),
+    )
+    optimizer = SGD(model.parameters(), **options)
+    generator = torch.Generator().manual_seed(1)
+    with df.record(model, optimizer, path, segment_bytes=1 << 20) as recorder:
+        for _ in range(steps):
+            loss_of_batch(model, generator).backward()
+            if clip is not None:
+                clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = df.Memory.open(path)
+    assert recorder.exact
+    assert memory.exact
+    assert memory.steps == steps
+    assert memory.remarks == ()
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_honest_training_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    run_quietly(name, 200, tmp_path / "run", clip=None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("clip", [None, 0.01], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("name", QUIET)
+def test_thousands_of_honest_steps_raise_no_alarm(
+    name: str, clip: float | None, tmp_path: Path
+) -> None:
+    run_quietly(name, 3000, tmp_path / "run", clip)
