@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import engine, queries
-from dualform.attention.rounding import drift, unmoved
+from dualform.attention.rounding import buffer_sizes, drift, unmoved
 from dualform.attention.tally import Tally, tally
 from dualform.attention.verification import Check, Verification
 from dualform.attention.view import View
@@ -122,7 +122,7 @@ def _check_weights(
     size = max(float(t.abs().max()) for t in (initial, dual, weights.nan_to_num(0, 0, 0)))
     eps = _eps(view, name)
     expected = drift(
-        view.memory.log(name).head(view.at),
+        view.log(name),
         np.array([view.at]),
         eps=eps,
         size=size,
@@ -180,8 +180,14 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
         sums.stops,
         eps=eps,
         size=size,
-        gross=sums.gross / np.sqrt(max(rows, 1)),
+        gross=np.sqrt(sums.squares / max(rows, 1)) + np.abs(sums.projections),
         anchored=True,
+        buffers=buffer_sizes(
+            sums.log,
+            sums.applied_projections(),
+            float(sums.sketch @ weights),
+            float(sums.sketch @ momentum),
+        ),
     )
     bounds = expected.bound(FINGERPRINT_DEVIATIONS) + _smallest(view, name)
     worst = Check(name, "fingerprints", 0.0, float(_eps(view, name)))
@@ -218,11 +224,11 @@ def _check_coarsely(view: View, name: str, stops: engine.Rows) -> list[Check]:
     probe = memory.probe(name).double()
     worst = Check(name, "fingerprints", 0.0, _eps(view, name))
     for stop in kept:
-        weights = _project(View(memory, stop).base(name), probe, len(known[stop]))
+        earlier = View(memory, stop)
+        weights = _project(earlier.base(name), probe, len(known[stop]))
         scale = max(_rms(known[stop]), _rms(weights)) or 1.0
-        log = memory.log(name).head(stop)
         expected = drift(
-            log,
+            earlier.log(name),
             np.array([stop]),
             eps=_eps(view, name),
             size=scale,

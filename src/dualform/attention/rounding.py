@@ -24,7 +24,7 @@ dual form's own factor 1 − ηλ is rounded once, in float64, and then used at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
@@ -40,6 +40,27 @@ DOUBLE = float(np.finfo(np.float64).eps)
 
 ROOM = 3.0
 """How many times a systematic loss may be exceeded: sizes are estimates."""
+
+
+def as_computed(log: ParameterLog, dtype: torch.dtype) -> ParameterLog:
+    """The log with its settings as arithmetic in this dtype held them.
+
+    torch rounds a setting to the precision it computes in before it multiplies. That is no noise:
+    0.99 is not float32(0.99), and momentum adds the difference up a hundredfold.
+    """
+    if dtype == torch.float64:
+        return log
+
+    def held(values: Reals) -> Reals:
+        return values.astype(np.float32).astype(np.float64)
+
+    return replace(
+        log,
+        lr=held(log.lr),
+        momentum=held(log.momentum),
+        dampening=1.0 - held(1.0 - log.dampening),
+        weight_decay=held(log.weight_decay),
+    )
 
 
 @dataclass(frozen=True)
@@ -63,11 +84,13 @@ def drift(
     size: float,
     gross: Reals,
     anchored: bool,
+    buffers: Reals | None = None,
 ) -> Drift:
     """The error at each of the `stops` (numbers of updates, ascending).
 
-    `size` is that of the weights, `gross` [steps] that of each step's patterns before κ. `anchored`
-    starts afresh at every stop, where W and m are known again; otherwise errors accumulate from 0.
+    `size` is that of the weights, `gross` [steps] that of each step's patterns before κ, `buffers`
+    [steps] that of the momentum buffer (by default the most that `gross` allows). `anchored` starts
+    afresh at every stop, where W and m are known again; otherwise errors accumulate from 0.
     """
     matrix, vector = transitions(log)
     carried = _carried(gross, log)
@@ -75,6 +98,7 @@ def drift(
     decay = np.abs(log.lr * log.weight_decay) * acting
     below = np.where(decay < eps, decay, 0.0) + np.where(decay > 0, DOUBLE, 0.0)
     swallowed = np.where(log.applied, below, 0.0) * size
+    sizes = np.full(len(log), np.inf) if buffers is None else buffers
     noise = eps * eps / 12
     found = np.zeros((len(stops), 4))
     ww = wm = mm = buffer = lost_w = lost_m = 0.0
@@ -88,13 +112,14 @@ def drift(
             vector[start:stop].tolist(),
             carried[start:stop].tolist(),
             swallowed[start:stop].tolist(),
+            sizes[start:stop].tolist(),
             strict=True,
         )
-        for applied, (a, b, c, d), (nw, nm), g, gone in rows:
+        for applied, (a, b, c, d), (nw, nm), g, gone, most in rows:
             if not applied:
                 continue
             update = abs(1 - a) * size + abs(b) * buffer + abs(nw) * g
-            buffer = abs(c) * size + abs(d) * buffer + abs(nm) * g
+            buffer = min(most, abs(c) * size + abs(d) * buffer + abs(nm) * g)
             ww, wm, mm = (
                 a * a * ww
                 + 2 * a * b * wm
@@ -109,6 +134,23 @@ def drift(
         found[i] = sqrt(max(ww, 0.0)), sqrt(max(mm, 0.0)), lost_w, lost_m
         start = stop
     return Drift(found[:, :2], found[:, 2:])
+
+
+def buffer_sizes(log: ParameterLog, applied: Reals, weight: float, momentum: float) -> Reals:
+    """The size of the momentum buffer after every step, from its projection on one direction.
+
+    `applied` is the gradient's projection at every step, κ included; `weight` and `momentum` are
+    those of W and m at the start. One projection is off by a random factor of order one, so the
+    largest of the steps an update acts for is taken.
+    """
+    matrix, vector = transitions(replace(log, kappa=np.ones(len(log))))
+    found = np.zeros(len(log))
+    for s, ((a, b, c, d), (nw, nm), p) in enumerate(
+        zip(matrix.reshape(-1, 4).tolist(), vector.tolist(), applied.tolist(), strict=True)
+    ):
+        weight, momentum = a * weight + b * momentum + nw * p, c * weight + d * momentum + nm * p
+        found[s] = max(abs(momentum), abs(d) * found[s - 1] if s else 0.0)
+    return found
 
 
 @dataclass(frozen=True)

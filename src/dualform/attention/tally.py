@@ -27,7 +27,7 @@ class Tally:
     def __init__(self, view: View, parameter: str, stops: engine.Rows) -> None:
         memory = view.memory
         self.parameter = parameter
-        self.log: ParameterLog = memory.log(parameter).head(view.at)
+        self.log: ParameterLog = view.log(parameter)
         self.probe = memory.probe(parameter).double()
         self.sketch = memory.sketch(parameter).double()
         self.stops = stops
@@ -35,6 +35,7 @@ class Tally:
         self.slots = _slots(self.stretches, view.at)
         self.projections = np.zeros(view.at)  # Σ (u·δ)(x·v) of each step
         self.gross = np.zeros(view.at)  # Σ ‖δ‖‖x‖|v|: what the rounding of that sum scales with
+        self.squares = np.zeros(view.at)  # Σ (‖δ‖‖x‖|v|)²: the same where the parts are of any sign
         self.largest = np.zeros(view.at)  # Σ max|δ| max|x|: the same for single entries
         self.written = torch.zeros(len(stops), 2, len(self.sketch), dtype=torch.float64)
 
@@ -43,7 +44,9 @@ class Tally:
         count = len(self.projections)
         projected = (signals @ self.sketch) * along
         self.projections += np.bincount(steps, projected.numpy(), count)
-        self.gross += np.bincount(steps, (signals.norm(dim=1) * sizes[0]).numpy(), count)
+        lengths = (signals.norm(dim=1) * sizes[0]).numpy()
+        self.gross += np.bincount(steps, lengths, count)
+        self.squares += np.bincount(steps, lengths**2, count)
         if signals.shape[1]:
             largest = signals.abs().amax(1) * sizes[1]
             self.largest += np.bincount(steps, largest.numpy(), count)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dualform.attention import engine
 from dualform.attention.masks import Mask, row_weights
+from dualform.attention.rounding import as_computed
 from dualform.errors import QueryError
-from dualform.learning_rules import Coefficients, coefficients
+from dualform.learning_rules import Coefficients, ParameterLog, coefficients
 from dualform.memory import LayerMemory, Memory
 
 
@@ -40,9 +41,13 @@ class View:
     def coefficients(self, parameter: str) -> Coefficients:
         """a, h and c of one parameter at this step."""
         if parameter not in self._coefficients:
-            log = self.memory.log(parameter)
-            self._coefficients[parameter] = coefficients(log, self.at)
+            self._coefficients[parameter] = coefficients(self.log(parameter))
         return self._coefficients[parameter]
+
+    def log(self, parameter: str) -> ParameterLog:
+        """What the optimizer did with a parameter up to this step, as its dtype computed it."""
+        dtype = self.memory.parameters[parameter].dtype
+        return as_computed(self.memory.log(parameter).head(self.at), dtype)
 
     def writers(self, parameter: str) -> tuple[LayerMemory, ...]:
         """The layers whose patterns wrote into the parameter: several where it is shared."""

@@ -33,6 +33,7 @@ from dualform.memory.writing import MemoryWriter, environment
 from dualform.recording.accounts import BufferWatch, StepAccounts
 from dualform.recording.audit import see_patterns
 from dualform.recording.capture import Capture
+from dualform.recording.interrupts import Interrupts
 from dualform.recording.parameters import (
     Parameters,
     Watched,
@@ -81,6 +82,7 @@ class Recorder:
         self._segment_bytes = segment_bytes
         self._accounts = StepAccounts(step_budget)
         self._lock = threading.RLock()
+        self._interrupts = Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
         self._updates = 0  # of any optimizer: no tag outlives the next one
@@ -99,8 +101,17 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if self._state != "new":
             raise RecordingError("this recorder was used before; call dualform.record again")
-        self._begin()
-        self._state = "recording"
+        self._interrupts.install()
+        self._interrupts.hold()
+        try:
+            self._begin()
+            self._state = "recording"
+            self._interrupts.release()
+        except BaseException as error:
+            if self._state == "recording":  # Ctrl-C came just now
+                self.__exit__(type(error), error, error.__traceback__)
+            self._interrupts.remove()
+            raise
         return self
 
     def __exit__(
@@ -109,6 +120,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._interrupts.hold()
         self._remove_hooks()
         self._state = "ended"
         try:
@@ -126,6 +138,8 @@ class Recorder:
             logger.exception("dualform: closing the memory at %s failed", self._path)
         finally:
             self._writer.release()
+            self._interrupts.remove()
+            self._interrupts.release()
 
     def tag(self, **columns: Any) -> None:
         """Name the patterns of the batch that is about to be fed: ids, labels, tasks, anything.
@@ -147,8 +161,10 @@ class Recorder:
             >>> recorder.flush()   # doctest: +SKIP
         """
         self._must_be_recording("flush")
+        self._interrupts.hold()
         with self._lock:
             self._sink.commit()
+        self._interrupts.release()
         self._sink.wait()
         self._raise_trouble()
 
@@ -264,7 +280,9 @@ class Recorder:
         tag, stale, call = context
         with self._lock:
             if self._steps.stepped:  # an optimizer has moved since: a new step begins
+                self._interrupts.hold()
                 self._close_step()
+                self._interrupts.release()
             step = self._steps.step
             if tag is not None:
                 if stale:
@@ -352,18 +370,26 @@ class Recorder:
         return args, kwargs | {"closure": closure_then_read}
 
     def _read(self, optimizer: Optimizer) -> None:
-        with self._lock:
-            if self._steps.has_moved(optimizer):  # twice without a backward pass in between
-                self._close_step()
-            self._steps.read(optimizer)
+        self._interrupts.hold()  # until the update is written down, in _after_step
+        try:
+            with self._lock:
+                if self._steps.has_moved(optimizer):  # twice without a backward pass in between
+                    self._close_step()
+                self._steps.read(optimizer)
+        except BaseException:
+            self._interrupts.release()
+            raise
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._lock:
-            self._updates += 1
-            self._steps.apply()
-            if self._steps.is_over:
-                self._close_step()
-            self._raise_trouble()
+        try:
+            with self._lock:
+                self._updates += 1
+                self._steps.apply()
+                if self._steps.is_over:
+                    self._close_step()
+        finally:
+            self._interrupts.release()
+        self._raise_trouble()
 
     def _close_step(self) -> None:
         """The step is over: its patterns and its log become part of the memory."""
@@ -395,12 +421,19 @@ class Recorder:
         return Extras(
             {w.name: w.audit.project(w.parameter) for w in trained},
             momenta,
-            self._accounts.learned(),
+            self._learned(),
             self._tags.new_strings(),
             dict(self._tags.kinds),
             self._description(),
             self._snapshot(),
         )
+
+    def _learned(self) -> dict[str, Tensor]:
+        """Accumulated parameters: every `snapshot_every` steps, and at every commit if small."""
+        learned = self._accounts.learned()
+        due = self._state == "ended" or self._steps.step % self._snapshot_every == 0
+        size = sum(value.numel() * value.element_size() for value in learned.values())
+        return learned if due or size <= self._segment_bytes // 8 else {}
 
     def _snapshot(self) -> dict[str, Tensor] | None:
         """All weights, at the end and whenever they are small beside what was written since."""
