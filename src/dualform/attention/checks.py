@@ -42,10 +42,10 @@ from dualform.layers import as_patterns
 STEP_SLACK = 128.0
 """How many eps a step's projected gradient may differ by, in units of its gross sum."""
 
-FINGERPRINT_DEVIATIONS = 12.0
+FINGERPRINT_DEVIATIONS = 14.0
 """How many standard deviations of accumulated rounding a fingerprint, a mean, may show."""
 
-ENTRY_DEVIATIONS = 20.0
+ENTRY_DEVIATIONS = 24.0
 """The same for the worst of all entries of a parameter, of which there may be millions."""
 
 
