@@ -24,13 +24,13 @@ import contextlib
 import json
 import os
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dualform.errors import MemoryFileError
+from dualform.memory.checksums import crc32
 from dualform.memory.liveness import LOCK, PROGRESS
 from dualform.memory.tensor_files import TensorFile as TensorFile
 from dualform.memory.tensor_files import WrittenFile
@@ -67,7 +67,7 @@ def sync_directory(path: Path) -> None:
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Replace the manifest atomically; what it names must already be on disk."""
     content = canonical(manifest)
-    sealed = f'{{"crc32":{zlib.crc32(content)},"manifest":'.encode() + content + b"}\n"
+    sealed = f'{{"crc32":{crc32(content)},"manifest":'.encode() + content + b"}\n"
     temporary = directory / TEMPORARY
     try:
         with open(temporary, "wb") as file:
@@ -100,7 +100,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         sealed = json.loads(path.read_bytes())
         manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
-        sound = isinstance(manifest, dict) and zlib.crc32(canonical(manifest)) == sealed.get(
+        sound = isinstance(manifest, dict) and crc32(canonical(manifest)) == sealed.get(
             "crc32"
         )
     except (OSError, ValueError, RecursionError) as error:

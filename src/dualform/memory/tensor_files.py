@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import MemoryFileError, RecordingError
+from dualform.memory.checksums import crc32
 
 PAGE = 4096
 CHECKSUM_BLOCK = 4 << 20
@@ -236,7 +236,7 @@ class _Output:
         start = 0
         while start < len(data):
             part = data[start : start + CHECKSUM_BLOCK - self._filled]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self._filled += len(part)
             start += len(part)
             if self._filled == CHECKSUM_BLOCK:
@@ -352,7 +352,7 @@ class TensorFile:
         try:
             with open(self.path, "rb") as file:
                 for size, expected in self.expected.blocks:
-                    if zlib.crc32(file.read(size)) != expected:
+                    if crc32(file.read(size)) != expected:
                         raise MemoryFileError(
                             f"{self.path} is damaged: bytes {start} to {start + size - 1} do not "
                             f"match their checksum ({self._what_lies_at(start, start + size)}). "
