@@ -28,6 +28,7 @@ from dualform.layers import Layer, find_layers
 from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
 from dualform.recording.entry import SNAPSHOT_EVERY, STEP_BUDGET
+from dualform.recording.fingerprints import FINGERPRINT_EVERY
 from dualform.recording.recorder import SNAPSHOT_SHARE
 from dualform.recording.sink import SEGMENT_BYTES, SETS
 from dualform.table import Table
@@ -387,10 +388,11 @@ class _Plan:
     def _overhead(self) -> int:
         """Headers, half a page lost per tensor, fingerprints of W and m, the manifest."""
         header = _pages(200 * (len(self.parameters) * 2 + len(self.calls) * 4 + 20))
-        prints = sum(16 * _rows(p) for p in self._all() if p.requires_grad)
+        prints = sum(16 * _rows(p) for p in self._all())
         per_segment = header + prints + len(self.calls) * PAGE + 250
+        between = prints * (self.steps // FINGERPRINT_EVERY)
         checksums = 12 * (self.steps * self.step_bytes // CHECKSUM_BLOCK)
-        return self.segments * per_segment + checksums + 300 * len(self.parameters) + PAGE
+        return self.segments * per_segment + between + checksums + 300 * len(self.parameters) + PAGE
 
     def _all(self) -> list[Tensor]:
         return list(self.parameters.values())

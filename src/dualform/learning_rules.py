@@ -164,8 +164,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str:
     raise RecordingError(
         f"the optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; its "
         "learning rule is not known to dualform, so what it does with a pattern cannot be told. "
-        "Known: torch.optim.SGD with all its options. Attention alone needs no learning rule: "
-        'record with audit="warn" to keep keys and error signals of a run that is not exact.'
+        'Known: torch.optim.SGD with all its options. With audit="warn" keys and error signals are '
+        "recorded all the same: enough for the attention of recorded examples, not for rebuilding "
+        "the network."
     )
 
 

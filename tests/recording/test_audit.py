@@ -14,7 +14,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
 
 import dualform as df
-from dualform.recording.audit import TURNS
+from dualform.learning_rules import ParameterLog, hyperparameters, transitions
+from dualform.recording.audit import ANCHOR, TURNS, ParameterAudit, Transition, Unexplained
 
 STEPS = 6
 TAMPERED = 3
@@ -231,6 +232,93 @@ def test_a_tiny_edit_is_found_in_float64(tmp_path: Path) -> None:
         train(model, SGD(model.parameters(), lr=0.1), tmp_path / "run", tamper=tamper)
 
 
+# Heads of one or two outputs: along one direction their gradient is a number or two ---------------
+
+HEAD_EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "one entry edited by hand": lambda weight: weight.grad[0, 4].add_(0.01),
+    "clipping by value": lambda weight: clip_grad_value_([weight], 1e-2),
+    "noise": lambda weight: weight.grad.add_(1e-3 * torch.randn_like(weight)),
+    "the sign instead of the gradient": lambda weight: weight.grad.sign_(),
+    "decay added to the gradient by hand": lambda weight: weight.grad.add_(0.01 * weight.detach()),
+    "a penalty on the weights in the loss": lambda weight: weight.square().sum().backward(),
+    "not a number": lambda weight: weight.grad[0, 0].fill_(float("nan")),
+    "another gradient altogether": lambda weight: weight.grad.copy_(torch.randn_like(weight)),
+}
+
+
+def train_head(
+    model: nn.Module,
+    path: Path,
+    tamper: Callable[[nn.Linear], Any] | None = None,
+    *,
+    clip: float | None = None,
+    steps: int = STEPS,
+) -> df.Memory:
+    """A regression whose last layer is tampered with."""
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    with df.record(model, optimizer, path):
+        for step in range(steps):
+            inputs = torch.randn(9, 6, dtype=model[-1].weight.dtype)
+            (model(inputs) - 1).square().mean().backward()
+            if tamper is not None and step == TAMPERED:
+                tamper(model[-1])
+            if clip is not None:
+                clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return df.Memory.open(path)
+
+
+def regression(outputs: int, dtype: torch.dtype) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs)).to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("name", HEAD_EDITS)
+def test_a_head_of_one_or_two_outputs_hides_no_edit(
+    name: str, outputs: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with pytest.raises(df.AuditError, match=rf"^step {TAMPERED}, parameter '2.weight': .*"):
+        train_head(
+            regression(outputs, dtype), tmp_path / "run", lambda m: HEAD_EDITS[name](m.weight)
+        )
+
+
+@dtypes
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_a_head_of_one_or_two_outputs_raises_no_alarm_when_honest(
+    clip: float | None, outputs: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    memory = train_head(regression(outputs, dtype), tmp_path / "run", clip=clip, steps=60)
+    assert memory.exact
+    kappa = memory.log("2.weight").kappa
+    assert kappa.max() < 0.5 if clip else abs(kappa - 1.0).max() < torch.finfo(dtype).eps * 8
+
+
+def test_an_edit_of_a_gradient_that_is_one_number_is_a_factor_and_the_dual_form_holds(
+    tmp_path: Path,
+) -> None:
+    model = regression(1, torch.float64)
+    memory = train_head(model, tmp_path / "run", lambda head: head.bias.grad.add_(0.01))
+    assert memory.exact
+    assert memory.log("2.bias").kappa[TAMPERED] != 1.0
+    rebuilt = df.DualForm(model, memory).weights(torch.float64)["2.bias"]
+    assert torch.allclose(rebuilt, model[2].bias, rtol=1e-12)
+
+
+@dtypes
+def test_no_factor_makes_a_gradient_of_patterns_that_sum_to_nothing(dtype: torch.dtype) -> None:
+    bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+    audit = ParameterAudit(bias, None, torch.Generator().manual_seed(0))
+    rounding = torch.tensor([0.1 * audit.eps], dtype=dtype)
+    audit.see(rounding, 1.0, audit.eps)
+    assert audit.explain(audit.gradient_projection(2 * rounding)) == pytest.approx(1.0, abs=2)
+    with pytest.raises(Unexplained, match="of its gradient is not in the recorded patterns"):
+        audit.explain(audit.gradient_projection(torch.tensor([0.3], dtype=dtype)))
+
+
 # Weights ------------------------------------------------------------------------------------------
 
 WEIGHT_EDITS: dict[str, tuple[str, Tamper]] = {}
@@ -442,7 +530,7 @@ def test_editing_the_gradient_of_a_parameter_without_patterns_is_accounted_for(
     assert torch.allclose(rebuilt, model[2].weight, rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:dualform. .* got a gradient though its layer was never called")
+@pytest.mark.filterwarnings("ignore:dualform. layer .* was never called as a module")
 def test_a_layer_used_through_its_weights_alone_is_accounted_for_step_by_step(
     tmp_path: Path,
 ) -> None:
@@ -572,3 +660,108 @@ def test_thousands_of_honest_steps_raise_no_alarm(
     name: str, clip: float | None, tmp_path: Path
 ) -> None:
     run_quietly(name, 3000, tmp_path / "run", clip)
+
+
+# Rounding that always goes the same way -----------------------------------------------------------
+
+
+class SilentUnits:
+    """Weights without a gradient, under a decay too small for float32, and their audit."""
+
+    def __init__(self, *, lr: float, momentum: float = 0.0, live_columns: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(2)
+        self.weight = nn.Parameter(torch.randn(8, 6, generator=self.generator))
+        self.live_columns = live_columns
+        self.optimizer = SGD([self.weight], lr=lr, momentum=momentum, weight_decay=1e-4)
+        self.audit = ParameterAudit(self.weight, None, self.generator)
+        self.steps = 0
+
+    def train(self, steps: int) -> None:
+        fresh, then = (self._transition(fresh) for fresh in (True, False))
+        gradient = torch.zeros_like(self.weight)
+        live = gradient[:, : self.live_columns]
+        for _ in range(steps):
+            if self.live_columns:
+                live.normal_(generator=self.generator)
+            self.weight.grad = gradient
+            projected = self.audit.gradient_projection(gradient)
+            self.optimizer.step()
+            self.audit.advance(then if self.steps else fresh, projected)
+            self.steps += 1
+            if self.steps % TURNS == 0:
+                self.audit.compare(self.weight, 2, 5)
+
+    def _transition(self, fresh: bool) -> Transition:
+        settings = hyperparameters(self.optimizer.param_groups[0])
+        matrix, vector = transitions(ParameterLog.single(settings, fresh=fresh, kappa=1.0))
+        ww, wm, mw, mm = matrix[0].ravel().tolist()
+        nw, nm = vector[0].tolist()
+        return ww, wm, mw, mm, nw, nm
+
+
+@pytest.mark.parametrize("live_columns", [0, 2])
+@pytest.mark.parametrize(("lr", "momentum"), [(5e-4, 0.0), (5e-5, 0.9)])
+def test_a_decay_that_float32_loses_at_every_step_raises_no_alarm(
+    lr: float, momentum: float, live_columns: int
+) -> None:
+    units = SilentUnits(lr=lr, momentum=momentum, live_columns=live_columns)
+    before = units.weight[:, live_columns:].detach().clone()
+    units.train(20_000)
+    units.audit.compare(units.weight)
+    assert (units.weight[:, live_columns:] == before).any()  # some did not decay at all
+
+
+def test_a_change_after_prediction_started_again_is_found_in_any_row() -> None:
+    for row in range(8):
+        units = SilentUnits(lr=5e-4)
+        units.train(2 * ANCHOR + TURNS)
+        assert units.audit.steps < ANCHOR
+        units.weight.data[row] += 1e-3
+        with pytest.raises(Unexplained, match=r"its weights are .* away"):
+            units.train(ANCHOR + TURNS)
+
+
+def test_prediction_starts_again_only_from_weights_that_passed() -> None:
+    units = SilentUnits(lr=5e-4)
+    units.train(ANCHOR)
+    units.weight.data[7] += 1e-3  # a row whose turn never comes
+    units.audit.compare(units.weight, 2, 5)
+    for _ in range(2):
+        with pytest.raises(Unexplained):
+            units.audit.compare(units.weight)
+
+
+def test_a_change_after_hundreds_of_honest_steps_is_found_within_a_few(tmp_path: Path) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    edited = 2 * ANCHOR + 3
+
+    def train_and_edit() -> None:
+        with df.record(model, optimizer, tmp_path / "run"):
+            for step in range(edited + TURNS + 2):
+                loss_of(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == edited:
+                    model[3].weight.data[1, 1] += 0.01
+
+    with pytest.raises(df.AuditError, match=r"parameter '3.weight': its weights are ") as e:
+        train_and_edit()
+    assert edited < int(str(e.value).split()[1].strip(",")) <= edited + TURNS + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_silent_units_are_recorded_for_tens_of_thousands_of_steps(
+    momentum: float, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].bias.data[:4] = -50.0
+    optimizer = SGD(model.parameters(), lr=5e-4, weight_decay=1e-4, momentum=momentum)
+    inputs = torch.randn(127, 4, 6)
+    with df.record(model, optimizer, tmp_path / "run"):
+        for step in range(20_000):
+            model(inputs[step % 127]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert df.Memory.open(tmp_path / "run").exact

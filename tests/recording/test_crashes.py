@@ -17,6 +17,7 @@ from tests.memory.runs import Trainers, assert_equal, assert_sound, rebuild, tra
 
 from dualform import MemoryFileError
 from dualform.memory import Memory
+from dualform.recording.interrupts import Interrupts
 
 SMALL = 6000
 """Bytes per segment: a commit every few steps."""
@@ -190,3 +191,42 @@ def test_an_exception_in_the_loop_commits_everything_before_it(
     assert memory.closed
     assert memory.remarks == ("the training loop was ended by ZeroDivisionError",)
     assert_sound(memory)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    watching = Interrupts()
+    watching.install()
+    try:
+        yield watching
+    finally:
+        watching.remove()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_comes_at_the_end_of_the_outermost_block_that_holds_it(
+    interrupts: Interrupts,
+) -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with interrupts.held():
+            with interrupts.held():
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["inner", "outer"]
+
+
+def test_an_exception_in_a_block_that_holds_ctrl_c_does_not_hold_it_forever(
+    interrupts: Interrupts,
+) -> None:
+    with pytest.raises(ZeroDivisionError), interrupts.held():
+        raise ZeroDivisionError
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

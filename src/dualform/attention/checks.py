@@ -9,13 +9,16 @@ Three checks per parameter, each with a residual and the bound that honest round
 - *fingerprints*: W v and m v from each recorded fingerprint to the next, by the learning rule and
   the patterns in between. Residual: root-mean-square difference over that of W v (for m: of m v),
   where it is worst. Bound: `FINGERPRINT_DEVIATIONS` of `rounding.drift`. It finds wrong learning
-  rates; because it starts afresh at each fingerprint, errors early in a run are not buried.
+  rates; because it starts afresh at each fingerprint, errors early in a run are not buried. A
+  parameter that was never trained has to show its initial fingerprint to the last digit, always.
 - *weights*: all of W, rebuilt from nothing but initial state, log and patterns, against the
   model's. Residual: |W − dual| / max|W| of the worst entry. Bound: `ENTRY_DEVIATIONS` of the drift
   over all steps. It finds another model.
 
 The rounding of T-pattern sums and S updates behaves like a random walk (see `rounding.py`), so
-bounds grow like eps · √S, with the learning rule's own momentum and decay. The factors leave three
+bounds grow like eps · √S, with the learning rule's own momentum and decay. Where gradients were
+computed in a coarser precision than the weights are stored in (autocast), their share of a bound
+has the coarser eps, as recorded, and only theirs. The factors leave three
 times the room that honest runs were seen to need (momentum up to .999, decay, clipping, 3,000 steps
 of float32). What hides below them is smaller than rounding: 1 % of one tiny update, against the
 roundings of all updates since the last fingerprint.
@@ -33,19 +36,24 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import engine, queries
-from dualform.attention.rounding import buffer_sizes, drift, unmoved
-from dualform.attention.tally import Tally, tally
+from dualform.attention.rounding import DOUBLE, buffer_sizes, carried, drift, unmoved
+from dualform.attention.tally import Tally, tallies
 from dualform.attention.verification import Check, Verification
 from dualform.attention.view import View
-from dualform.layers import as_patterns
 
 STEP_SLACK = 128.0
 """How many eps a step's projected gradient may differ by, in units of its gross sum."""
 
-FINGERPRINT_DEVIATIONS = 14.0
+STEP_SLACK_16_BITS = 8.0
+"""The same for bfloat16 and float16, which sum in float32 and round once."""
+
+FINGERPRINT_DEVIATIONS = 12.0
 """How many standard deviations of accumulated rounding a fingerprint, a mean, may show."""
 
-ENTRY_DEVIATIONS = 24.0
+SUM_ROUNDINGS = 8.0
+"""How many roundings of float64 the fingerprints at both ends of a stretch may show."""
+
+ENTRY_DEVIATIONS = 20.0
 """The same for the worst of all entries of a parameter, of which there may be millions."""
 
 
@@ -59,18 +67,25 @@ def verify(
     """Compare a view without masks with everything training left behind, and with the model."""
     memory = view.memory
     reference = _reference(view, model)
-    stops = np.array([f.step for f in memory.fingerprints if f.step <= view.at], dtype=np.int64)
-    tallies, rebuilt = tally(view, stops, rebuild=reference is not None, progress=progress)
-    checks: list[Check] = []
-    for name in memory.parameters:
-        sums = tallies.get(name)
+    rebuilt = {} if reference is None else {n: view.base(n) for n in memory.parameters}
+    found: dict[str, list[Check]] = {}
+
+    def check(name: str, sums: Tally | None) -> None:
+        found[name] = []
         if reference is not None:
-            checks.append(_check_weights(view, name, rebuilt[name], reference[name], sums))
+            found[name].append(_check_weights(view, name, rebuilt[name], reference[name], sums))
         if sums is not None:
-            checks += _check_fingerprints(view, sums)
-            checks += _check_steps(view, sums)
+            found[name] += _check_fingerprints(view, sums) + _check_steps(view, sums)
+        elif memory.parameters[name].coverage == "untrained":
+            found[name] += _check_untrained(view, name)
         else:
-            checks += _check_coarsely(view, name, stops)
+            found[name] += _check_accumulated(view, name)
+
+    for sums in tallies(view, rebuilt, progress):
+        check(sums.parameter, sums)
+    for name in memory.parameters.keys() - found.keys():
+        check(name, None)
+    checks = [one for name in memory.parameters for one in found[name]]
     hashes = dict(memory.hashes)
     if model is not None:
         hashes["model"] = model_hash(model)
@@ -101,10 +116,14 @@ def _reference(view: View, model: nn.Module | None) -> dict[str, Tensor] | None:
 
 
 def _eps(view: View, parameter: str) -> float:
-    """The coarsest precision that took part: the parameter's, or its layers' patterns'."""
-    dtypes = [view.memory.parameters[parameter].dtype]
-    dtypes += [layer.dtype for layer in view.writers(parameter)]
-    return max(float(torch.finfo(dtype).eps) for dtype in dtypes)
+    """The precision that the parameter (and its momentum buffer) is stored in."""
+    return float(torch.finfo(view.memory.parameters[parameter].dtype).eps)
+
+
+def _gradient_eps(view: View, parameter: str) -> float:
+    """The coarsest precision that took part in its gradients: autocast's, or its patterns'."""
+    patterns = [float(torch.finfo(layer.dtype).eps) for layer in view.writers(parameter)]
+    return max(view.memory.parameters[parameter].eps, _eps(view, parameter), *patterns)
 
 
 def _smallest(view: View, parameter: str) -> float:
@@ -125,6 +144,7 @@ def _check_weights(
         view.log(name),
         np.array([view.at]),
         eps=eps,
+        gradient_eps=_gradient_eps(view, name),
         size=size,
         gross=sums.largest if sums is not None else np.zeros(view.at),
         anchored=False,
@@ -149,36 +169,36 @@ def _check_steps(view: View, sums: Tally) -> list[Check]:
     if not view.at:
         return []
     seen = view.memory.audit_projections(sums.parameter)[: view.at]
-    total = np.concatenate([[0.0], np.cumsum(sums.gross)])
-    steps = np.arange(view.at)
-    gross = np.where(sums.log.first == steps, sums.gross, total[steps + 1] - total[sums.log.first])
-    scale = np.maximum(np.abs(sums.log.kappa) * gross * float(sums.sketch.norm()), np.abs(seen))
-    scale = np.maximum(scale, _smallest(view, sums.parameter) / _eps(view, sums.parameter))
+    eps = _gradient_eps(view, sums.parameter)
+    gross = np.abs(sums.log.kappa) * carried(sums.gross, sums.log) * float(sums.sketch.norm())
+    scale = np.maximum(np.maximum(gross, np.abs(seen)), _smallest(view, sums.parameter) / eps)
     off = np.where(sums.log.applied, np.abs(sums.applied_projections() - seen), 0.0)
     relative = np.divide(off, scale, out=np.zeros_like(off), where=scale > 0)
     relative = np.where(np.isfinite(relative), relative, np.inf)
     worst = int(np.argmax(relative))
-    bound = STEP_SLACK * _eps(view, sums.parameter)
+    bound = (STEP_SLACK if eps < 1e-5 else STEP_SLACK_16_BITS) * eps
     return [Check(sums.parameter, "steps", float(relative[worst]), bound, worst)]
 
 
 def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
     """W v and m v from each fingerprint to the next, by patterns and learning rule."""
     memory, name = view.memory, sums.parameter
-    known = {f.step: f for f in memory.fingerprints}
     rows = len(sums.sketch)
     weights = _project(memory.initial(name), sums.probe, rows)
     buffer = memory.initial_momentum(name)
     momentum = torch.zeros(rows, dtype=torch.float64)
     if buffer is not None:
         momentum = _project(buffer, sums.probe, rows)
-    prints = [weights, *(known[s].values[name].double() for s in sums.stops.tolist())]
-    size = max(_rms(p) for p in prints)
+    size = max(_rms(p) for p in [weights, *(f.values[name].double() for f in sums.fingerprints)])
+    # Fingerprints are float64 sums themselves, and so is what they are compared with.
+    terms = memory.initial(name).double().abs()
+    summed = SUM_ROUNDINGS * DOUBLE * max(_rms(_project(terms, sums.probe.abs(), rows)), size)
     eps = _eps(view, name)
     expected = drift(
         sums.log,
         sums.stops,
         eps=eps,
+        gradient_eps=_gradient_eps(view, name),
         size=size,
         gross=np.sqrt(sums.squares / max(rows, 1)) + np.abs(sums.projections),
         anchored=True,
@@ -189,14 +209,14 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
             float(sums.sketch @ momentum),
         ),
     )
-    bounds = expected.bound(FINGERPRINT_DEVIATIONS) + _smallest(view, name)
-    worst = Check(name, "fingerprints", 0.0, float(_eps(view, name)))
-    for i, stop in enumerate(sums.stops.tolist()):
-        whole = sums.stretches[i].whole
-        at_stop = known[stop]
-        moved = whole[0, 0] * weights + whole[0, 1] * momentum + sums.written[i, 0]
-        buffered = whole[1, 0] * weights + whole[1, 1] * momentum + sums.written[i, 1]
-        taken = stop - (int(sums.stops[i - 1]) if i else 0)
+    bounds = expected.bound(FINGERPRINT_DEVIATIONS) + _smallest(view, name) + summed
+    worst = Check(name, "fingerprints", 0.0, eps)
+    start = 0
+    for i, at_stop in enumerate(sums.fingerprints):
+        (ww, wm), (mw, mm) = sums.stretches[i].whole.tolist()
+        moved = ww * weights + wm * momentum + sums.written[0, i]
+        buffered = mw * weights + mm * momentum + sums.written[1, i]
+        stop, taken, start = at_stop.step, at_stop.step - start, at_stop.step
         lost = float(unmoved(torch.tensor(_rms(moved - weights)), size, taken, eps))
         weights = at_stop.values[name].double()
         momentum = at_stop.momentum.get(name, buffered).double()
@@ -213,31 +233,49 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
     return [worst]
 
 
-def _check_coarsely(view: View, name: str, stops: engine.Rows) -> list[Check]:
-    """A parameter without patterns or stored steps: its fingerprint, as far as it is known."""
-    memory = view.memory
-    known = {f.step: f.values[name].double() for f in memory.fingerprints if name in f.values}
-    trained = memory.parameters[name].coverage == "accumulated"
-    kept = [s for s in stops.tolist() if s in known]
-    if trained:
-        kept = [s for s in kept if s in memory.learned_steps(name)]
+def _check_untrained(view: View, name: str) -> list[Check]:
+    """A parameter that no optimizer moved: every fingerprint is that of W_0, to the last digit."""
+    probe = view.memory.probe(name).double()
+    initial = view.memory.initial(name).double().reshape(-1, len(probe))
+    expected, gross = initial @ probe, initial.abs() @ probe.abs()
+    # Two float64 sums of the same terms, each in an order of its own.
+    bound = (len(probe) + 2) * DOUBLE
+    worst = Check(name, "fingerprints", 0.0, bound)
+    for seen in view.memory.fingerprints:
+        if seen.step <= view.at and name in seen.values and len(expected):
+            off = (seen.values[name].double() - expected).abs()
+            relative = torch.where(off == 0, 0.0, off / gross).nan_to_num(torch.inf)
+            check = Check(name, "fingerprints", float(relative.max()), bound, seen.step)
+            worst = max([worst, check], key=_severity)
+    return [worst]
+
+
+def _check_accumulated(view: View, name: str) -> list[Check]:
+    """A parameter of which only the sum is known: its fingerprint wherever the sum was kept."""
+    memory, known = view.memory, view.memory.learned_steps(name)
+    kept = [f for f in memory.fingerprints if f.step <= view.at and f.step in known]
+    kept = [f for f in kept if name in f.values]
     probe = memory.probe(name).double()
-    worst = Check(name, "fingerprints", 0.0, _eps(view, name))
-    for stop in kept:
-        earlier = View(memory, stop)
-        weights = _project(earlier.base(name), probe, len(known[stop]))
-        scale = max(_rms(known[stop]), _rms(weights)) or 1.0
-        expected = drift(
-            earlier.log(name),
-            np.array([stop]),
-            eps=_eps(view, name),
-            size=scale,
-            gross=np.zeros(stop),
-            anchored=False,
-        )
-        bound = float(expected.bound(FINGERPRINT_DEVIATIONS)[0, 0]) / scale + _eps(view, name)
-        off = _rms(weights - known[stop]) / scale
-        worst = max([worst, Check(name, "fingerprints", off, bound, stop)], key=_severity)
+    eps = _eps(view, name)
+    size = max((_rms(f.values[name].double()) for f in kept), default=0.0)
+    expected = drift(
+        view.log(name),
+        np.array([f.step for f in kept], dtype=np.int64),
+        eps=eps,
+        gradient_eps=eps,
+        size=max(size, _rms(_project(memory.initial(name), probe, memory.parameters[name].height))),
+        gross=np.zeros(view.at),
+        anchored=False,
+    )
+    bounds = expected.bound(FINGERPRINT_DEVIATIONS)[:, 0].tolist()
+    worst = Check(name, "fingerprints", 0.0, eps)
+    for seen, bound in zip(kept, bounds, strict=True):
+        values = seen.values[name].double()
+        weights = _project(View(memory, seen.step).base(name), probe, len(values))
+        scale = max(_rms(values), _rms(weights)) or 1.0
+        off = _rms(weights - values) / scale
+        check = Check(name, "fingerprints", off, bound / scale + eps, seen.step)
+        worst = max([worst, check], key=_severity)
     return [worst] if kept else []
 
 
@@ -256,22 +294,18 @@ def _check_outputs(
         primal = _flat(model(*inputs, **kwargs))
     scale = float(primal.abs().max()) if primal.numel() else 0.0
     scale = scale or 1.0
-
-    def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
-        layer = view.memory.layer(name)
-        rows = as_patterns(layer.kind, given).to("cpu", torch.float64)
-        return view.dual_output(layer, rows).reshape(output.shape).to(output)
-
     with torch.no_grad():
         rebuilt = _flat(queries.run(model, view, inputs, kwargs))
-        attended = _flat(queries.run(model, view, inputs, kwargs, attend, view.memory.layers))
+        attended = _flat(queries.run_by_patterns(model, view, inputs, kwargs))
         moved = 0.0
         for seed in range(4):
             shaken = view.holding(_shaken(view.weights, bounds, seed))
             other = _flat(queries.run(model, shaken, inputs, kwargs))
             moved = max(moved, float((other - rebuilt).abs().max()) if other.numel() else 0.0)
-    eps = max(_eps(view, name) for name in view.memory.parameters)
-    bound = moved / scale + 16 * eps
+    stored = max(_eps(view, name) for name in view.memory.parameters)
+    # A model that computes in lower precision inside rounds its outputs to that precision, too.
+    computed = max(_gradient_eps(view, name) for name in view.memory.parameters)
+    bound = moved / scale + 16 * stored + 2 * computed
     residuals = {
         "outputs by weights": float((rebuilt - primal).abs().max()) / scale,
         "outputs by patterns": float((attended - primal).abs().max()) / scale,

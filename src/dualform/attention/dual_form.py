@@ -72,16 +72,9 @@ class DualForm:
         if by not in ("weights", "patterns"):
             raise QueryError(f"by={by!r}: expected 'weights' or 'patterns'")
         model = self._model("a forward pass")
-
-        def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
-            layer = self.memory.layer(name)
-            rows = as_patterns(layer.kind, given).to("cpu", torch.float64)
-            return self._view.dual_output(layer, rows).reshape(output.shape).to(output)
-
+        forward = asking.run if by == "weights" else asking.run_by_patterns
         with torch.no_grad():
-            if by == "weights":
-                return asking.run(model, self._view, inputs, kwargs)
-            return asking.run(model, self._view, inputs, kwargs, attend, self.memory.layers)
+            return forward(model, self._view, inputs, kwargs)
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Every parameter of this view, rebuilt from the memory: own dtype, or the one asked for.

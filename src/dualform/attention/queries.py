@@ -97,10 +97,26 @@ def run(
         return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
 
 
+def run_by_patterns(
+    model: nn.Module, view: View, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The same, with every recorded layer computed literally as attention over its patterns."""
+
+    def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
+        layer = view.memory.layer(name)
+        rows = as_patterns(layer.kind, given).to("cpu", torch.float64)
+        return view.dual_output(layer, rows).reshape(output.shape).to(output)
+
+    return run(model, view, inputs, kwargs, attend, view.memory.layers)
+
+
 def tensors_of(view: View) -> dict[str, Tensor]:
-    """Parameters and buffers of a view as the network uses them: own dtype, buffers as recorded."""
-    memory = view.memory
-    state = {name: w.to(memory.parameters[name].dtype) for name, w in view.weights.items()}
+    """Parameters and buffers of a view as the network uses them: own dtype, buffers as recorded.
+
+    Always copies: whoever gets them may train on, and the view stays as it is.
+    """
+    parameters, memory = view.memory.parameters, view.memory
+    state = {n: w.to(parameters[n].dtype, copy=True) for n, w in view.weights.items()}
     for name in memory.buffers:
         state[name] = memory.buffer(name, view.at).clone()
     return state
@@ -135,7 +151,10 @@ def queries_of(
 
 
 def example_rows(view: View, layer: LayerMemory, example: Any) -> Any:
-    """The patterns of a recorded example's last visit: its row, or one row per position."""
+    """The patterns of a recorded example's last visit: its row, or one per call and position.
+
+    A visit is one backward pass: the last micro-batch of the last step that held the example.
+    """
     patterns = layer.patterns
     chosen = patterns.select(example=example) & (patterns["step"] < view.at)
     rows = chosen.nonzero()[0]
@@ -143,7 +162,11 @@ def example_rows(view: View, layer: LayerMemory, example: Any) -> Any:
         raise QueryError(
             f"example {example!r} was not seen by layer {layer.name!r} in the first {view.at} steps"
         )
-    # Later visits overwrite earlier ones, place by place.
+    for name in ("step", "microbatch"):
+        if name in patterns.names:
+            when = patterns[name][rows]
+            rows = rows[when == when.max()]
+    # A batch may hold the example twice: the later one overwrites the earlier, place by place.
     places = [patterns[name][rows] for name in ("call", "position") if name in patterns.names]
     last: dict[tuple[Any, ...], int] = {}
     for i, row in enumerate(rows.tolist()):

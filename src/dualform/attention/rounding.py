@@ -8,12 +8,14 @@ The model: each rounding is an independent error of standard deviation eps·|val
 error of one unit in the last place), and errors travel through training by the learning rule's own
 recursion z ← M z + N G, z = (W, m). So the covariance P of the error in (W, m) follows
 
-    P ← M P Mᵀ + (eps²/12) · diag(w² + u², m²) + eps² · N Nᵀ g²
+    P ← M P Mᵀ + (eps²/12) · diag(w² + u², m²) + eps_g² · N Nᵀ g²
 
 with w the size of the weights, m that of the buffer, u that of the update, and g = Σ_t |δ_t||x_t|
 of the step, the *gross* gradient: a sum that cancels has the rounding of its parts (and its factor
-κ was measured, not given). For plain SGD it is the familiar eps · √steps · max|W|. Where momentum
-lets an error act for 1/(1−μ) steps, or decay lets it fade, P knows.
+κ was measured, not given). eps is the precision that weights are stored in, eps_g the one their
+gradients were computed in: the same, or coarser (autocast). For plain SGD it is the familiar
+eps · √steps · max|W|. Where momentum lets an error act for 1/(1−μ) steps, or decay lets it fade, P
+knows.
 
 Two things are not random and add up linearly. A change smaller than a unit in the last place of the
 weight is lost at every step, always the same way: weights of a silent unit do not decay by 1e-8 a
@@ -81,6 +83,7 @@ def drift(
     stops: NDArray[np.int64],
     *,
     eps: float,
+    gradient_eps: float,
     size: float,
     gross: Reals,
     anchored: bool,
@@ -93,13 +96,14 @@ def drift(
     afresh at every stop, where W and m are known again; otherwise errors accumulate from 0.
     """
     matrix, vector = transitions(log)
-    carried = _carried(gross, log)
     acting = 1.0 / np.maximum(1.0 - log.momentum, 1e-3)  # for how many steps an update acts
     decay = np.abs(log.lr * log.weight_decay) * acting
     below = np.where(decay < eps, decay, 0.0) + np.where(decay > 0, DOUBLE, 0.0)
     swallowed = np.where(log.applied, below, 0.0) * size
     sizes = np.full(len(log), np.inf) if buffers is None else buffers
-    noise = eps * eps / 12
+    seen = carried(gross, log)
+    # Lower precision than the weights' rounds a gradient's parts once and sums them in float32.
+    noise, blur = eps * eps / 12, max(eps * eps, gradient_eps * gradient_eps / 12)
     found = np.zeros((len(stops), 4))
     ww = wm = mm = buffer = lost_w = lost_m = 0.0
     start = 0
@@ -110,7 +114,7 @@ def drift(
             log.applied[start:stop].tolist(),
             matrix[start:stop].reshape(-1, 4).tolist(),
             vector[start:stop].tolist(),
-            carried[start:stop].tolist(),
+            seen[start:stop].tolist(),
             swallowed[start:stop].tolist(),
             sizes[start:stop].tolist(),
             strict=True,
@@ -125,9 +129,9 @@ def drift(
                 + 2 * a * b * wm
                 + b * b * mm
                 + noise * (size**2 + update**2)
-                + (eps * nw * g) ** 2,
-                a * c * ww + (a * d + b * c) * wm + b * d * mm + eps * eps * nw * nm * g * g,
-                c * c * ww + 2 * c * d * wm + d * d * mm + noise * buffer**2 + (eps * nm * g) ** 2,
+                + blur * (nw * g) ** 2,
+                a * c * ww + (a * d + b * c) * wm + b * d * mm + blur * nw * nm * g * g,
+                c * c * ww + 2 * c * d * wm + d * d * mm + noise * buffer**2 + blur * (nm * g) ** 2,
             )
             lost_m = abs(c) * lost_w + abs(d) * lost_m
             lost_w += gone
@@ -171,12 +175,26 @@ def stretches(log: ParameterLog, stops: NDArray[np.int64]) -> list[Stretch]:
         used = log.first[start:stop][log.applied[start:stop]]
         first = int(min(used.min(initial=start), start))
         steps = np.zeros((stop - first, 2))
-        whole = np.eye(2)
-        for s in range(stop - 1, start - 1, -1):
-            if log.applied[s]:
-                steps[log.first[s] - first : s + 1 - first] += whole @ vector[s]
-                whole = whole @ matrix[s]
-        found.append(Stretch(first, steps, whole))
+        # Plain numbers: a run has many steps, and an array of four is slower than its entries.
+        ww, wm, mw, mm = 1.0, 0.0, 0.0, 1.0
+        rows = zip(
+            range(stop - 1, start - 1, -1),
+            log.applied[start:stop][::-1].tolist(),
+            log.first[start:stop][::-1].tolist(),
+            matrix[start:stop][::-1].reshape(-1, 4).tolist(),
+            vector[start:stop][::-1].tolist(),
+            strict=True,
+        )
+        for s, applied, since, (a, b, c, d), (nw, nm) in rows:
+            if applied:
+                steps[since - first : s + 1 - first] += ww * nw + wm * nm, mw * nw + mm * nm
+                ww, wm, mw, mm = (
+                    ww * a + wm * c,
+                    ww * b + wm * d,
+                    mw * a + mm * c,
+                    mw * b + mm * d,
+                )
+        found.append(Stretch(first, steps, np.array([[ww, wm], [mw, mm]])))
         start = stop
     return found
 
@@ -187,9 +205,10 @@ def unmoved(displacement: Tensor, size: Tensor | float, steps: int, eps: float) 
     return torch.where(distance < steps * eps * size, ROOM * distance, torch.zeros_like(distance))
 
 
-def _carried(gross: Reals, log: ParameterLog) -> Reals:
-    """The gross gradient each update saw: its own step's, or all those carried over into it."""
-    total = np.concatenate([[0.0], np.cumsum(gross)])
-    steps = np.arange(len(gross))
-    own: Reals = np.where(log.first == steps, gross, total[steps + 1] - total[log.first])
-    return own
+def carried(sums: Reals, log: ParameterLog) -> Reals:
+    """What each update saw of a sum over patterns: its own step's, or all those carried into it."""
+    total = np.concatenate([[0.0], np.cumsum(sums)])
+    steps = np.arange(len(sums))
+    # A step's own sum is taken as it is: a difference of running totals would lose digits.
+    seen: Reals = np.where(log.first == steps, sums, total[steps + 1] - total[log.first])
+    return seen

@@ -1,13 +1,18 @@
 """One pass over all patterns, collecting what `verify` compares with what training saw.
 
 Training left three traces of itself that patterns and log must explain: a number u·(grad v) for
-every step, the fingerprints W v and m v at every commit, and the weights at the end. Here the
+every step, the fingerprints W v and m v every so many steps, and the weights at the end. Here the
 patterns are summed into the same quantities in one streamed pass: Σ δ (x·v) along the probe v, put
 together step by step (for the first) and from fingerprint to fingerprint (for the second).
+
+A long run has thousands of fingerprints, each as high as its parameter. So parameters are handed
+over one by one, as soon as the pass has met all their patterns, and nothing is held longer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice, takewhile
 from math import sqrt
 
 import numpy as np
@@ -15,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dualform.attention import engine
-from dualform.attention.rounding import Stretch, stretches
+from dualform.attention.rounding import Stretch, carried, stretches
 from dualform.attention.view import View
 from dualform.learning_rules import ParameterLog
 from dualform.memory import LayerMemory
@@ -24,87 +29,91 @@ from dualform.memory import LayerMemory
 class Tally:
     """The sums of one parameter: per step, and between the stops where it was fingerprinted."""
 
-    def __init__(self, view: View, parameter: str, stops: engine.Rows) -> None:
+    def __init__(self, view: View, parameter: str) -> None:
         memory = view.memory
         self.parameter = parameter
         self.log: ParameterLog = view.log(parameter)
         self.probe = memory.probe(parameter).double()
         self.sketch = memory.sketch(parameter).double()
-        self.stops = stops
-        self.stretches = stretches(self.log, stops)
+        known = [f for f in memory.fingerprints if f.step <= view.at and parameter in f.values]
+        self.fingerprints = known
+        self.stops = np.array([f.step for f in known], dtype=np.int64)
+        self.stretches = stretches(self.log, self.stops)
         self.slots = _slots(self.stretches, view.at)
         self.projections = np.zeros(view.at)  # Σ (u·δ)(x·v) of each step
         self.gross = np.zeros(view.at)  # Σ ‖δ‖‖x‖|v|: what the rounding of that sum scales with
         self.squares = np.zeros(view.at)  # Σ (‖δ‖‖x‖|v|)²: the same where the parts are of any sign
         self.largest = np.zeros(view.at)  # Σ max|δ| max|x|: the same for single entries
-        self.written = torch.zeros(len(stops), 2, len(self.sketch), dtype=torch.float64)
+        # What the patterns wrote into W v and m v on the way to each stop.
+        self.written = torch.zeros(2, len(known), len(self.sketch), dtype=torch.float64)
 
     def add(self, steps: engine.Rows, signals: Tensor, along: Tensor, sizes: Tensor) -> None:
         """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x‖|v| and max|x| [2, b]."""
-        count = len(self.projections)
-        projected = (signals @ self.sketch) * along
-        self.projections += np.bincount(steps, projected.numpy(), count)
         lengths = (signals.norm(dim=1) * sizes[0]).numpy()
-        self.gross += np.bincount(steps, lengths, count)
-        self.squares += np.bincount(steps, lengths**2, count)
+        found = [
+            (self.projections, ((signals @ self.sketch) * along).numpy()),
+            (self.gross, lengths),
+            (self.squares, lengths**2),
+        ]
         if signals.shape[1]:
-            largest = signals.abs().amax(1) * sizes[1]
-            self.largest += np.bincount(steps, largest.numpy(), count)
+            found.append((self.largest, (signals.abs().amax(1) * sizes[1]).numpy()))
+        low, high = int(steps.min()), int(steps.max()) + 1  # a block knows a few steps of many
+        for sums, numbers in found:
+            sums[low:high] += np.bincount(steps - low, numbers, high - low)
         moved = signals * along[:, None]
         for stretch, factors in self.slots:
             reached = torch.from_numpy(stretch[steps])
             for state in range(2):
                 factor = torch.from_numpy(factors[steps, state])
                 if bool((factor != 0).any()):
-                    self.written[:, state].index_add_(0, reached, moved * factor[:, None])
+                    self.written[state].index_add_(0, reached, moved * factor[:, None])
 
     def applied_projections(self) -> engine.Reals:
         """u·(grad v) of every step by the patterns: carried over and scaled as training did."""
-        total = np.concatenate([[0.0], np.cumsum(self.projections)])
-        steps = np.arange(len(self.projections))
-        own = np.where(
-            self.log.first == steps, self.projections, total[steps + 1] - total[self.log.first]
-        )
-        result: engine.Reals = np.where(self.log.applied, self.log.kappa * own, 0.0)
+        seen = self.log.kappa * carried(self.projections, self.log)
+        result: engine.Reals = np.where(self.log.applied, seen, 0.0)
         return result
 
 
-def tally(
-    view: View, stops: engine.Rows, *, rebuild: bool, progress: engine.Progress | None = None
-) -> tuple[dict[str, Tally], dict[str, Tensor]]:
-    """Every trained parameter's sums; with `rebuild`, every parameter in float64 besides."""
+def tallies(
+    view: View, rebuilt: dict[str, Tensor], progress: engine.Progress | None = None
+) -> Iterator[Tally]:
+    """Every trained parameter's sums, once they are complete; no order is promised.
+
+    What the patterns wrote is added to the tensors of `rebuilt` (float64) on the way; a parameter's
+    is complete when its sums are handed over.
+    """
     memory = view.memory
-    tallies = {
-        name: Tally(view, name, stops)
-        for name, known in memory.parameters.items()
-        if known.coverage in ("patterns", "steps")
-    }
-    rebuilt = {name: view.base(name) for name in memory.parameters} if rebuild else {}
-    total = sum(memory.layer(name).rows for name in memory.layers)
-    done = 0
-    for name in memory.layers:
-        layer = memory.layer(name)
+    counted = {n for n, known in memory.parameters.items() if known.coverage == "patterns"}
+    layers = [memory.layer(name) for name in memory.layers]
+    last = {p: layer.name for layer in layers for p in (layer.weight, layer.bias) if p in counted}
+    opened: dict[str, Tally] = {}
+    total, done = sum(layer.rows for layer in layers), 0
+    for layer in layers:
+        own = [p for p in (layer.weight, layer.bias) if p is not None and p in counted]
+        opened |= {p: Tally(view, p) for p in own if p not in opened}
         steps: engine.Rows = layer.patterns["step"]
-        factors = {
-            parameter: view.row_coefficients(layer, parameter) if rebuild else None
-            for parameter in (layer.weight, layer.bias)
-            if parameter is not None
-        }
+        factors = {p: view.row_coefficients(layer, p) for p in own if p in rebuilt}
         for part in engine.scan(layer, steps < view.at):
-            _add_block(layer, part, steps[part.rows], tallies)
+            _add_block(layer, part, steps[part.rows], opened)
             for parameter, factor in factors.items():
                 if factor is not None:
                     values = part.error_signals * torch.from_numpy(factor[part.rows])[:, None]
                     is_weight = parameter == layer.weight
-                    written = values.T @ part.keys if is_weight else values.sum(0)
-                    rebuilt[parameter] = rebuilt[parameter] + written
+                    rebuilt[parameter] += values.T @ part.keys if is_weight else values.sum(0)
             done += len(part.rows)
             if progress is not None:
                 progress(done, total)
-    for name in tallies:
-        if memory.parameters[name].coverage == "steps":
-            _add_gradients(view, tallies[name])
-    return tallies, rebuilt
+        for parameter in own:
+            if last[parameter] == layer.name:
+                yield opened.pop(parameter)
+    for name, known in memory.parameters.items():
+        if name in counted and name not in last:
+            yield Tally(view, name)
+        elif known.coverage == "steps":
+            sums = Tally(view, name)
+            _add_gradients(view, sums)
+            yield sums
 
 
 def _add_block(
@@ -125,15 +134,20 @@ def _add_block(
 def _add_gradients(view: View, sums: Tally) -> None:
     """A parameter without patterns: every step's gradient counts as one pattern."""
     typical = float(sums.probe.norm()) / sqrt(max(1, len(sums.probe)))
-    for step, gradient in view.memory.step_gradients(sums.parameter):
-        if step < view.at:
+    at_once = max(1, min(engine.BLOCK, (1 << 22) // max(1, len(sums.sketch))))
+    kept = takewhile(lambda event: event[0] < view.at, view.memory.step_gradients(sums.parameter))
+    while block := list(islice(kept, at_once)):
+        projections, sizes = [], []
+        for _, gradient in block:
             matrix = gradient.double().reshape(len(sums.sketch), -1)
-            projected = (matrix @ sums.probe)[None, :]
+            projected = matrix @ sums.probe
             size = float(matrix.norm()) * typical / max(float(projected.norm()), 1e-300)
             largest = float(matrix.abs().max()) / max(float(projected.abs().max()), 1e-300)
-            sizes = torch.tensor([[size], [largest]], dtype=torch.float64)
-            one = torch.ones(1, dtype=torch.float64)
-            sums.add(np.array([step]), projected, one, sizes)
+            projections.append(projected)
+            sizes.append((size, largest))
+        steps = np.array([step for step, _ in block], dtype=np.int64)
+        ones = torch.ones(len(block), dtype=torch.float64)
+        sums.add(steps, torch.stack(projections), ones, torch.tensor(sizes, dtype=torch.float64).T)
 
 
 def _slots(found: list[Stretch], steps: int) -> list[tuple[engine.Rows, engine.Reals]]:

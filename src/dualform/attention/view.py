@@ -83,13 +83,14 @@ class View:
 
     def unresolved(self, parameter: str) -> Tensor | None:
         """What was learned without pattern resolution, float64; None if nothing, or dropped."""
-        coverage = self.memory.parameters[parameter].coverage
-        if coverage not in ("steps", "accumulated") or self.drops_unresolved:
+        known = self.memory.parameters[parameter]
+        if known.coverage not in ("steps", "accumulated") or self.drops_unresolved:
             return None
-        if coverage == "accumulated":
+        since = known.accumulated_since
+        if since is not None and self.at > since:  # before that, every step was kept
             return self.memory.learned(parameter, self.at).double()
         factors = self.coefficients(parameter).steps
-        total = torch.zeros(self.memory.parameters[parameter].shape, dtype=torch.float64)
+        total = torch.zeros(known.shape, dtype=torch.float64)
         for step, applied in self.memory.step_gradients(parameter):
             if step < self.at and factors[step] != 0:
                 total += factors[step] * applied.double()

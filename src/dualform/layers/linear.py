@@ -35,6 +35,7 @@ def is_recordable(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)  # replaced on this very module
         and isinstance(module._parameters.get("weight"), nn.Parameter)
         and not isinstance(module._parameters["weight"], nn.parameter.UninitializedParameter)
     )

@@ -100,9 +100,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         sealed = json.loads(path.read_bytes())
         manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
-        sound = isinstance(manifest, dict) and crc32(canonical(manifest)) == sealed.get(
-            "crc32"
-        )
+        sound = isinstance(manifest, dict) and crc32(canonical(manifest)) == sealed.get("crc32")
     except (OSError, ValueError, RecursionError) as error:
         raise MemoryFileError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

@@ -3,6 +3,9 @@
 The lock is the operating system's and goes with its process, however that ends. The progress is
 16 bytes in a file, overwritten at every step without syncing: enough to say, after a crash, how
 many steps the last commit is missing.
+
+Why it is hard: a forked process (a DataLoader's worker) inherits open files, and with them the lock
+of its parent, which it would hold for as long as it lives. So it closes them first thing.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import os
 import struct
 import time
+import weakref
 from pathlib import Path
 
 from dualform.errors import RecordingError
@@ -25,11 +29,37 @@ LOCK = "writer.lock"
 TRIES = 5
 
 
-class WriterLock:
+class _OwnFile:
+    """An open file that belongs to this process alone; a forked child closes its copy."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        _own_files.add(self)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_own_files: weakref.WeakSet[_OwnFile] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for file in list(_own_files):
+        with contextlib.suppress(OSError):
+            file._close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+class WriterLock(_OwnFile):
     """At most one recorder writes to a directory; a reader can tell whether one does."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        super().__init__(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644))
         if fcntl is None:
             return
         for attempt in range(TRIES):
@@ -39,17 +69,18 @@ class WriterLock:
             except OSError:
                 if attempt < TRIES - 1:  # a reader that just looks holds it for a moment, too
                     time.sleep(0.02)
-        os.close(self._descriptor)
+        self._close()
         raise RecordingError(
             f"{directory} is being recorded into by another process (or another recorder of this "
             "one); two writers would destroy it. End that one, or choose another path"
         )
 
     def release(self) -> None:
-        """Let others write. May be called again."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        """Let others write. May be called again; in a forked child it does nothing."""
+        if self._descriptor >= 0 and fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for all who inherited it, too
+        self._close()
 
     @staticmethod
     def is_held(directory: Path) -> bool:
@@ -70,12 +101,12 @@ class WriterLock:
             os.close(descriptor)
 
 
-class Progress:
+class Progress(_OwnFile):
     """The number of updates trained so far, and its complement: a torn or damaged one shows."""
 
     def __init__(self, directory: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
-        self._descriptor = os.open(directory / PROGRESS, flags, 0o644)
+        super().__init__(os.open(directory / PROGRESS, flags, 0o644))
         self.set(0)
 
     def set(self, steps: int) -> None:
@@ -85,9 +116,7 @@ class Progress:
             os.write(self._descriptor, struct.pack("<qq", steps, ~steps))
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._close()
 
     @staticmethod
     def read(directory: Path) -> int | None:

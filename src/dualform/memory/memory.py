@@ -265,19 +265,26 @@ class Memory:
 
     @cached_property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
-        """What every parameter looked like at every commit, as float64 projections."""
-        return tuple(
-            Fingerprint(
-                segment.end,
-                self._projections(segment, "fingerprints"),
-                self._projections(segment, "momentum_fingerprints"),
-            )
-            for segment in self._segments
-        )
+        """What every parameter looked like at every commit and in between, in float64."""
+        found = []
+        for segment in self._segments:
+            steps = segment.fingerprint_steps()
+            weights = self._projections(segment, "fingerprints", len(steps))
+            momenta = self._projections(segment, "momentum_fingerprints", len(steps))
+            for i, step in enumerate(steps):
+                momentum = {name: values[i] for name, values in momenta.items()}
+                found.append(
+                    Fingerprint(
+                        step,
+                        {name: values[i] for name, values in weights.items()},
+                        {n: m for n, m in momentum.items() if not bool(m.isnan().any())},
+                    )
+                )
+        return tuple(found)
 
-    def _projections(self, segment: Segment, kind: str) -> dict[str, Tensor]:
+    def _projections(self, segment: Segment, kind: str, count: int) -> dict[str, Tensor]:
         return {
-            name: segment.file.tensor(f"{kind}/{name}", (parameter.height,), torch.float64)
+            name: segment.file.tensor(f"{kind}/{name}", (count, parameter.height), torch.float64)
             for name, parameter in self.parameters.items()
             if f"{kind}/{name}" in segment.file.names
         }

@@ -8,6 +8,7 @@ an error that names the file, never a wrong number.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,6 +76,16 @@ class Segment:
 
     def _wrong(self, why: str) -> MemoryFileError:
         return MemoryFileError(f"{self.path} is damaged or belongs to another memory: {why}")
+
+    def fingerprint_steps(self) -> list[int]:
+        """The numbers of updates after which parameters were fingerprinted; the last is `end`."""
+        steps = [int(s) for s in self.file.array("fingerprint_steps")]
+        rising = all(a < b for a, b in itertools.pairwise([self.first_step, *steps]))
+        if not steps or not rising or steps[-1] != self.end:
+            raise MemoryFileError(
+                f"{self.path}: fingerprints of steps {steps} are not this segment's"
+            )
+        return steps
 
     def rows(self, layer: str) -> int:
         """How many patterns of a layer are in this segment."""

@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,9 @@ CHECKSUM_BLOCK = 4 << 20
 """Most bytes per crc32: small enough to say where damage lies, few enough for the manifest."""
 
 STAGING = 1 << 20
+WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, which the standard library does not name."""
+
 PADDING = "padding/"
 MARK = "dualform"
 """Our entry in a safetensors file's metadata: a JSON text."""
@@ -141,6 +145,23 @@ class WrittenFile:
 # -- writing ---------------------------------------------------------------------------------------
 
 
+def whole_pages(size: int) -> mmap.mmap:
+    """Zeros for at least so many bytes, starting at a page boundary as O_DIRECT wants it.
+
+    Private memory: shared memory knows no huge pages and is not given back in parts. But it is not
+    handed on to forked processes (a DataLoader's workers), which see zeros in its place: else every
+    page would be copied when it is next written to, and the old one live as long as the worker.
+    """
+    size = max(PAGE, size + -size % PAGE)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # not a POSIX system
+        return mmap.mmap(-1, size)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without it
+            area.madvise(WIPE_ON_FORK)
+    return area
+
+
 def write_tensor_file(
     path: Path,
     tensors: Sequence[TensorBytes],
@@ -209,7 +230,7 @@ class _Output:
     def __init__(self, descriptor: int) -> None:
         self.blocks: list[tuple[int, int]] = []
         self._descriptor = descriptor
-        self._staging = mmap.mmap(-1, STAGING)  # page-aligned, as O_DIRECT wants it
+        self._staging = whole_pages(STAGING)
         self._crc = 0
         self._filled = 0
 

@@ -46,6 +46,7 @@ class SegmentContent:
     table_of: dict[str, int]
     tables: list[dict[str, Array]]
     log: dict[str, Array]
+    fingerprint_steps: Array
     fingerprints: dict[str, Array]
     momentum_fingerprints: dict[str, Array]
     strings: dict[str, list[str]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class SegmentContent:
         for index, table in enumerate(self.tables):
             small |= {f"patterns/{index}/{name}": values for name, values in table.items()}
         small |= {f"log/{name}": values for name, values in self.log.items()}
+        small["fingerprint_steps"] = self.fingerprint_steps
         small |= {f"fingerprints/{name}": v for name, v in self.fingerprints.items()}
         small |= {f"momentum_fingerprints/{n}": v for n, v in self.momentum_fingerprints.items()}
         small |= {f"learned/{name}": value for name, value in self.learned.items()}

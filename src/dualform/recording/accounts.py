@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualform.errors import RecordingError
 from dualform.recording.audit import Transition
 
 logger = logging.getLogger("dualform")
@@ -86,10 +87,16 @@ class BufferWatch:
     """The model's buffers: their values when recording began, and every change since."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = {n: b for n, b in model.named_buffers() if b is not None}
-        self.values = {name: b.detach().cpu().clone() for name, b in self._buffers.items()}
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        for name, _ in model.named_buffers():
+            path, _, own = name.rpartition(".")
+            self._places[name] = model.get_submodule(path), own
+        self.values = {
+            name: module._buffers[own].detach().to("cpu", copy=True)  # type: ignore[union-attr]
+            for name, (module, own) in self._places.items()
+        }
         self._last = dict(self.values)
-        self._versions = {name: b._version for name, b in self._buffers.items()}
+        self._seen: dict[str, tuple[int, int]] = {}
         self.changed: set[str] = set()
 
     def describe(self) -> list[dict[str, Any]]:
@@ -107,12 +114,21 @@ class BufferWatch:
     def changes(self) -> dict[str, Tensor]:
         """Every buffer that differs from when this was last asked, as it is now."""
         changes = {}
-        for name, buffer in self._buffers.items():
-            if buffer.numel() > SMALL_BUFFER and buffer._version == self._versions[name]:
+        for name, (module, own) in self._places.items():
+            buffer = module._buffers.get(own)  # a model may put a new tensor in its place
+            if buffer is None:
+                raise RecordingError(f"the buffer {name!r} was taken out of the model")
+            seen = (id(buffer), buffer._version)
+            if buffer.numel() > SMALL_BUFFER and seen == self._seen.get(name):
                 continue
-            self._versions[name] = buffer._version
-            now = buffer.detach().cpu()
-            if not torch.equal(now, self._last[name]):
+            self._seen[name] = seen
+            now, known = buffer.detach().cpu(), self._last[name]
+            if now.shape != known.shape or now.dtype != known.dtype:
+                raise RecordingError(
+                    f"the buffer {name!r} was {known.dtype} {list(known.shape)} and is now "
+                    f"{now.dtype} {list(now.shape)}; a memory keeps buffers of one type and shape"
+                )
+            if not torch.equal(now, known):
                 self._last[name] = changes[name] = now.clone()
         self.changed |= set(changes)
         return changes

@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.modules.module import (
-    _global_forward_hooks_with_kwargs,
-    register_module_forward_hook,
-)
+from torch.nn.modules import module as torch_module
 
 from dualform.layers import Layer, as_patterns
 
@@ -50,7 +47,11 @@ class Capture:
         self._on_patterns = on_patterns
         self._active = True
         self._nodes: dict[int, tuple[tuple[torch.dtype, torch.device], Node]] = {}
-        self._handle = register_module_forward_hook(self._forward, with_kwargs=True)
+        for module in layers:
+            for parameter in layers[module].parameters():
+                if parameter.requires_grad:  # now: inside torch.func transforms it cannot be asked
+                    self._node(parameter)
+        self._handle = torch_module.register_module_forward_hook(self._forward, with_kwargs=True)
 
     def forget(self, layer: Layer) -> None:
         """Stop looking at a layer."""
@@ -71,7 +72,7 @@ class Capture:
         self._nodes = {}
         self._handle.remove()
         # torch's handle forgets this one of its own tables
-        _global_forward_hooks_with_kwargs.pop(self._handle.id, None)
+        getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(self._handle.id, None)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         entry = self._layers.get(id(module))
@@ -87,6 +88,8 @@ class Capture:
             return
         nodes = [self._node(p) for p in trained]
         key = (args[0] if args else kwargs["input"]).detach()
+        if not module.weight.requires_grad:  # then autograd does not guard it from in-place edits
+            key = key.clone()
         if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
             key = key.to(output.dtype)
         context = self._context(layer)

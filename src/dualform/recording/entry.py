@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def record(
         segment_bytes: how much is collected per commit. Buffers take at most 3 × (this + the bytes
             of the largest step).
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise RecordingError(f"expected a path for the memory, got {type(path).__name__}")
     if not isinstance(model, nn.Module):
         raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
     if audit not in ("raise", "warn"):
@@ -58,7 +61,7 @@ def record(
     ):
         if value < 1:
             raise RecordingError(f"{name} must be positive")
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     if not listed or not all(isinstance(o, Optimizer) for o in listed):
         raise RecordingError(
             "expected a torch optimizer or a list of them, got "

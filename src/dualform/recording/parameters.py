@@ -25,6 +25,8 @@ class Watched:
     parameter: nn.Parameter
     audit: ParameterAudit
     momentum: Tensor | None  # the optimizer's buffer when recording began
+    shape: torch.Size
+    dtype: torch.dtype
     layers: list[Layer] = field(default_factory=list)
     role: str | None = None
     coverage: str = "untrained"
@@ -36,8 +38,8 @@ class Watched:
         """The manifest's entry."""
         return {
             "name": self.name,
-            "shape": list(self.parameter.shape),
-            "dtype": dtype_name(self.parameter),
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "coverage": self.coverage if accumulated_since is None else "accumulated",
             "accumulated_since": accumulated_since,
             "eps": self.audit.gradient_eps,
@@ -52,11 +54,17 @@ class Parameters:
     def __init__(
         self, model: nn.Module, layers: Iterable[Layer], optimizers: Iterable[Optimizer], seed: int
     ) -> None:
+        optimizers = list(optimizers)
         generator = torch.Generator().manual_seed(seed)
         buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
         self.by_name: dict[str, Watched] = {}
         self._by_id: dict[int, Watched] = {}
         for index, (name, parameter) in enumerate(model.named_parameters()):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise RecordingError(
+                    f"parameter {name!r} has no shape yet (a lazy module); feed the model a batch "
+                    "before recording"
+                )
             if not parameter.is_floating_point():
                 raise RecordingError(
                     f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point "
@@ -64,13 +72,26 @@ class Parameters:
                 )
             momentum = buffers.get(id(parameter))
             audit = ParameterAudit(parameter, momentum, generator)
-            watched = Watched(index, name, parameter, audit, momentum)
+            watched = Watched(
+                index, name, parameter, audit, momentum, parameter.shape, parameter.dtype
+            )
             self.by_name[name] = self._by_id[id(parameter)] = watched
         for layer in layers:
             for role, used in (("weight", layer.weight), ("bias", layer.bias)):
                 if used is not None:
                     self.by_name[used].layers.append(layer)
                     self.by_name[used].role = role
+
+    def refuse_sharing(self, optimizers: Iterable[Optimizer]) -> None:
+        """Two optimizers may not train one parameter: each would keep a momentum of its own."""
+        owners: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers):
+            for parameter in parameters_of(optimizer):
+                if owners.setdefault(id(parameter), number) != number:
+                    raise RecordingError(
+                        f"parameter {self.of(parameter).name!r} is trained by two of the "
+                        "optimizers given; give each parameter to one optimizer"
+                    )
 
     def __len__(self) -> int:
         return len(self.by_name)
@@ -107,10 +128,6 @@ class Parameters:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def is_reset(gradient: Tensor | None) -> bool:

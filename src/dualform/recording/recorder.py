@@ -13,7 +13,6 @@ since which step, and by which factor.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import warnings
@@ -28,16 +27,18 @@ from torch.optim import Optimizer
 
 from dualform.errors import AuditError, RecordingError
 from dualform.layers import Layer, find_layers
-from dualform.learning_rules import momentum_buffer, rule_of
-from dualform.memory.writing import MemoryWriter, environment
+from dualform.learning_rules import rule_of
+from dualform.memory.writing import MemoryWriter
 from dualform.recording.accounts import BufferWatch, StepAccounts
 from dualform.recording.audit import see_patterns
 from dualform.recording.capture import Capture
+from dualform.recording.description import describe
+from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
+from dualform.recording.gradients import Gradients
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.parameters import (
     Parameters,
     Watched,
-    dtype_name,
     is_reset,
     parameters_of,
 )
@@ -95,6 +96,8 @@ class Recorder:
         self._first_use: dict[Layer, int] = {}
         self._calls: dict[Layer, int] = {}
         self._backwards: dict[int, int] = {}
+        self._differentiated = False  # since the last forward call: the next one begins anew
+        self._changed: dict[str, Tensor] = {}
 
     # -- what users see -------------------------------------------------------------------------
 
@@ -124,14 +127,23 @@ class Recorder:
         self._remove_hooks()
         self._state = "ended"
         try:
-            with self._lock:
-                self._steps.apply_interrupted()
-                if self._steps.stepped:
-                    self._close_step()
-            if kind is not None:
-                self._remark(f"the training loop was ended by {kind.__name__}")
-            self._sink.close()
-            self._raise_trouble()
+            try:
+                with self._lock:
+                    self._steps.apply_interrupted()
+                    if self._steps.stepped:
+                        self._changed |= self._buffers.changes()
+                        self._close_step()
+            finally:
+                if kind is not None:
+                    self._remark(f"the training loop was ended by {kind.__name__}")
+                if self._buffers.changes():
+                    self._remark(
+                        "buffers changed after the last update (forward passes in training mode); "
+                        "the memory holds those of the last update"
+                    )
+                self._sink.close()
+            if kind is None:
+                self._raise_trouble()
         except BaseException:
             if kind is None:
                 raise
@@ -161,10 +173,8 @@ class Recorder:
             >>> recorder.flush()   # doctest: +SKIP
         """
         self._must_be_recording("flush")
-        self._interrupts.hold()
-        with self._lock:
+        with self._interrupts.held(), self._lock:
             self._sink.commit()
-        self._interrupts.release()
         self._sink.wait()
         self._raise_trouble()
 
@@ -199,6 +209,7 @@ class Recorder:
         for optimizer in self._optimizers:
             for parameter in parameters_of(optimizer):
                 self._parameters.of(parameter)
+        self._parameters.refuse_sharing(self._optimizers)
         self._model_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._buffers = BufferWatch(self._model)
         self._steps = Steps(
@@ -211,6 +222,7 @@ class Recorder:
             unexplained_gradient=self._unexplained_gradient,
             unexplained_weights=self._unexplained_weights,
         )
+        self._fingerprints = Fingerprints(self._parameters, self._optimizers)
         self._writer = MemoryWriter(self._path, overwrite=self._overwrite)
         try:
             initial: dict[str, Any] = dict(self._parameters.initial())
@@ -219,12 +231,13 @@ class Recorder:
             self._sink = DiskSink(
                 self._writer,
                 self._gather,
-                lambda layer: self._parameters.by_name[layer.weight].parameter.dtype,
+                lambda layer: self._parameters.by_name[layer.weight].dtype,
                 segment_bytes=self._segment_bytes,
             )
         except BaseException:
             self._writer.release()
             raise
+        self._gradients = Gradients(self._parameters, self._sink)
         self._capture = Capture(self._layers, self._context, self._on_patterns)
         self._handles = [
             handle
@@ -263,6 +276,8 @@ class Recorder:
     def _context(self, layer: Layer) -> tuple[Tag | None, bool, int]:
         """The tag in force at a forward call, whether it is stale, and which call it is."""
         self._first_use.setdefault(layer, len(self._first_use))
+        if self._differentiated:
+            self._calls, self._differentiated = {}, False
         call = self._calls.get(layer, 0)
         self._calls[layer] = call + 1
         tag = self._tag
@@ -280,9 +295,8 @@ class Recorder:
         tag, stale, call = context
         with self._lock:
             if self._steps.stepped:  # an optimizer has moved since: a new step begins
-                self._interrupts.hold()
-                self._close_step()
-                self._interrupts.release()
+                with self._interrupts.held():
+                    self._close_step()
             step = self._steps.step
             if tag is not None:
                 if stale:
@@ -292,65 +306,39 @@ class Recorder:
                         "recorder.tag(...) for every batch, before the model is called"
                     )
                 tag.check(layer.name, shape)
-            self._notice_resets(layer, backward)
+            self._dropped += self._gradients.notice(layer, backward, step)
+            self._differentiated = True
             microbatch = self._backwards.setdefault(backward, len(self._backwards))
             visit = Visit(step, microbatch, call, shape, tag)
             self._sink.append(layer, keys, error_signals, visit)
             weight = self._parameters.by_name[layer.weight]
             bias = None if layer.bias is None else self._parameters.by_name[layer.bias]
-            for watched in self._parameters.of_layer(layer):
+            trained = [w for w in self._parameters.of_layer(layer) if w.parameter.requires_grad]
+            change = self._gradients.change_of_trained(layer, trained)
+            if change is not None:
+                self._unexplained_gradient(trained[0], change)
+            for watched in trained:
                 watched.seen = step
             see_patterns(
-                weight.audit if weight.parameter.requires_grad else None,
-                bias.audit if bias is not None and bias.parameter.requires_grad else None,
+                weight.audit if weight in trained else None,
+                bias.audit if bias is not None and bias in trained else None,
                 keys,
                 error_signals,
             )
 
-    def _notice_resets(self, layer: Layer, backward: int) -> None:
-        """Find out, once per backward pass, whether gradients start anew or go on accumulating."""
-        step = self._steps.step
-        for watched in self._parameters.of_layer(layer):
-            if watched.backward == backward or not watched.parameter.requires_grad:
-                continue
-            watched.backward = backward
-            if self._starts_anew(watched) and (watched.seen != step or self._take_back(watched)):
-                watched.audit.forget(step)
-
-    def _starts_anew(self, watched: Watched) -> bool:
-        """Whether the gradient was thrown away: there is none, or only zeros.
-
-        Zeros may also be what the patterns of this step sum to (a dead layer): then nothing was.
-        """
-        gradient = watched.parameter.grad
-        if not is_reset(gradient):
-            return False
-        in_use = gradient is not None and watched.seen == self._steps.step
-        return not (in_use and watched.audit.expects_nothing)
-
-    def _take_back(self, watched: Watched) -> bool:
-        """Drop the patterns of this step whose gradient was thrown away: the step was skipped.
-
-        False if another parameter's gradient still holds them. They stay in the audit's sum then,
-        and an update by what came after them is one that cannot be explained.
-        """
-        held = self._sink.patterns_of_step()
-        layers = [layer for layer in watched.layers if layer in held]
-        parts = [part for layer in layers for part in self._parameters.of_layer(layer)]
-        if not all(self._starts_anew(part) for part in parts if part.parameter.requires_grad):
-            return False
-        self._dropped += sum(self._sink.rewind(layer) for layer in layers)
-        return True
-
     def _without_patterns(self, watched: Watched) -> None:
-        for layer in watched.layers:
+        """A layer whose parameters get gradients past its module: called functionally, compiled."""
+        seen = [layer for layer in watched.layers if layer in self._layers]
+        for layer in seen:
             self._capture.forget(layer)
-            self._layers.pop(layer, None)
-        warnings.warn(
-            f"dualform: {watched.name!r} got a gradient though its layer was never called as a "
-            "module; it is accounted for step by step, without patterns",
-            stacklevel=2,
-        )
+            self._layers.pop(layer)
+        if seen:
+            warnings.warn(
+                f"dualform: layer {seen[0].name!r} was never called as a module, yet got a gradient "
+                "(its weight is used directly, or the model is compiled or transformed); it is "
+                "accounted for step by step, without patterns",
+                stacklevel=2,
+            )
 
     # -- the optimizer's step -------------------------------------------------------------------
 
@@ -385,6 +373,7 @@ class Recorder:
             with self._lock:
                 self._updates += 1
                 self._steps.apply()
+                self._changed |= self._buffers.changes()
                 if self._steps.is_over:
                     self._close_step()
         finally:
@@ -396,12 +385,16 @@ class Recorder:
         for layer in self._sink.patterns_of_step():
             parts = self._parameters.of_layer(layer)
             if not any(map(self._steps.moved, parts)) and all(
-                p.parameter.grad is None or not p.audit.is_finite for p in parts
+                is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts
             ):
                 self._dropped += self._sink.rewind(layer)
         record, gradients = self._steps.close()
+        changed, self._changed = self._changed, {}
         self._calls, self._backwards = {}, {}
-        self._sink.end_step(record, gradients, self._buffers.changes())
+        self._gradients.next_step()
+        self._sink.end_step(record, gradients, changed)
+        if self._steps.step - self._fingerprints.last >= FINGERPRINT_EVERY:
+            self._take_fingerprint()
         keep_learned = self._accounts.since and self._steps.step % self._snapshot_every == 0
         if self._sink.is_due or keep_learned:
             self._sink.commit()
@@ -409,24 +402,22 @@ class Recorder:
     # -- what a commit carries ------------------------------------------------------------------
 
     def _gather(self) -> Extras:
-        trained = [w for w in self._parameters if w.coverage != "untrained"]
-        for watched in trained:
-            self._steps.compare(watched)
-        momenta = {}
-        for optimizer in self._optimizers:
-            for watched in self._parameters:
-                buffer = momentum_buffer(optimizer, watched.parameter)
-                if buffer is not None:
-                    momenta[watched.name] = watched.audit.project(buffer)
+        if self._fingerprints.last != self._steps.step:
+            self._take_fingerprint()
         return Extras(
-            {w.name: w.audit.project(w.parameter) for w in trained},
-            momenta,
+            *self._fingerprints.collect(),
             self._learned(),
             self._tags.new_strings(),
             dict(self._tags.kinds),
             self._description(),
             self._snapshot(),
         )
+
+    def _take_fingerprint(self) -> None:
+        """Compare all weights with their predictions, and keep what they look like."""
+        for watched in self._parameters:
+            self._steps.compare(watched)
+        self._fingerprints.take(self._steps.step)
 
     def _learned(self) -> dict[str, Tensor]:
         """Accumulated parameters: every `snapshot_every` steps, and at every commit if small."""
@@ -445,25 +436,14 @@ class Recorder:
         return {w.name: w.parameter.detach().to("cpu", copy=True) for w in self._parameters}
 
     def _description(self) -> dict[str, Any]:
-        order = sorted(self._first_use, key=self._first_use.__getitem__)
-        kinds = {"step": "int"} | self._tags.kinds
-        kinds |= {"position": "int", "microbatch": "int", "call": "int"}
-        return {
-            "environment": environment(),
-            "optimizers": [
-                {"class": f"{type(o).__module__}.{type(o).__qualname__}"} for o in self._optimizers
-            ],
+        layers = [la for la in self._first_use if la in self._layers]
+        return describe(
+            self._optimizers, self._parameters, layers, self._tags.kinds, self._accounts.since
+        ) | {
             "exact": self._exact,
             "remarks": list(self.remarks),
-            "columns": [[name, kind] for name, kind in kinds.items()],
-            "layers": [self._describe_layer(la) for la in order if la in self._layers],
-            "parameters": [w.describe(self._accounts.since.get(w.name)) for w in self._parameters],
             "buffers": self._buffers.describe(),
         }
-
-    def _describe_layer(self, layer: Layer) -> dict[str, Any]:
-        dtype = dtype_name(self._parameters.by_name[layer.weight].parameter)
-        return dataclasses.asdict(layer) | {"dtype": dtype}
 
     # -- what cannot be explained ---------------------------------------------------------------
 
@@ -475,6 +455,11 @@ class Recorder:
 
     def _unexplained_weights(self, watched: Watched, reason: str) -> None:
         message = f"step {self._steps.step}, parameter {watched.name!r}: {reason}"
+        if watched.coverage == "untrained":
+            message += (
+                " None of the optimizers given trains it: keep what something else changes (an "
+                "averaged copy, a teacher) out of the model given to record."
+            )
         if self._strict and self._trouble is None:
             self._trouble = message
         self._not_exact(message)

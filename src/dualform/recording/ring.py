@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dualform.layers import Layer
 from dualform.learning_rules import HYPERPARAMETERS
-from dualform.memory.tensor_files import PAGE, TensorBytes
+from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
 from dualform.memory.writing import SegmentContent
 from dualform.recording.tags import Visit, expand
 
@@ -41,6 +41,7 @@ class StepRecord(NamedTuple):
 class Extras(NamedTuple):
     """What a commit carries besides patterns and log, gathered by the recorder at that moment."""
 
+    fingerprint_steps: np.ndarray[Any, Any]
     fingerprints: dict[str, np.ndarray[Any, Any]]
     momentum_fingerprints: dict[str, np.ndarray[Any, Any]]
     learned: dict[str, Tensor]
@@ -69,7 +70,7 @@ class Region:
 
     def _allocate(self, capacity: int) -> tuple[mmap.mmap, Tensor]:
         size = capacity * self.row_bytes
-        area = mmap.mmap(-1, max(PAGE, size + -size % PAGE))
+        area = whole_pages(size)
         if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 area.madvise(mmap.MADV_HUGEPAGE)  # far fewer faults and look-ups while copying
@@ -101,9 +102,10 @@ class Region:
         used = self.bytes + -self.bytes % PAGE
         if self.touched > used:
             area, _ = self._memory
-            if hasattr(mmap, "MADV_DONTNEED"):
-                area.madvise(mmap.MADV_DONTNEED, used, len(area) - used)
-            self.touched = self.bytes
+            with contextlib.suppress(OSError):  # pages locked into memory stay, and count
+                if hasattr(mmap, "MADV_DONTNEED"):
+                    area.madvise(mmap.MADV_DONTNEED, used, len(area) - used)
+                self.touched = self.bytes
 
     @property
     def bytes(self) -> int:
@@ -241,6 +243,7 @@ class BufferSet:
             table_of=table_of,
             tables=tables,
             log=_log_arrays(self.records),
+            fingerprint_steps=extras.fingerprint_steps,
             fingerprints=extras.fingerprints,
             momentum_fingerprints=extras.momentum_fingerprints,
             strings=extras.strings,

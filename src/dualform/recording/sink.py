@@ -22,12 +22,12 @@ set is handed over by the one operation that puts its successor behind it in the
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -59,14 +59,23 @@ class Sink(Protocol):
 
     def rewind(self, layer: Layer) -> int: ...
 
+    def patterns_of_step(self) -> list[Layer]: ...
+
     def end_step(
         self, record: StepRecord, gradients: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None: ...
 
+    @property
+    def is_due(self) -> bool: ...
+
+    def commit(self) -> None: ...
+
+    def wait(self) -> None: ...
+
     def close(self) -> None: ...
 
 
-class DiskSink:
+class DiskSink(Sink):
     """Patterns to a memory on disk, by way of the ring and the writer thread.
 
     The last set of the ring is being filled; those before it are the writer's, oldest first.
@@ -96,6 +105,7 @@ class DiskSink:
         self._ring = deque([BufferSet()])
         self._handed_over = threading.Semaphore(0)
         self._ending = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._write, name="dualform-writer", daemon=True)
         self._thread.start()
 
@@ -173,8 +183,12 @@ class DiskSink:
         if not self._complete(current):
             return
         following = self._take_free()
-        following.first_step = current.end
-        following.make_room(current)
+        try:
+            following.first_step = current.end
+            following.make_room(current)
+        except BaseException:
+            self._free.put(following)
+            raise
         self._step_start = 0
         self._last_commit = time.monotonic()
         self._ring.append(following)
@@ -245,24 +259,43 @@ class DiskSink:
         ) from error
 
     def close(self) -> None:
-        """Commit what is complete, wait for the writer and seal the memory."""
-        extras = None
+        """Commit what is complete, wait for the writer and seal the memory.
+
+        Whatever happened before or happens here, the writer thread ends and what was handed over to
+        it is written if that is possible at all. May be called again: then there is nothing to do.
+        """
+        if self._ending or os.getpid() != self._process:  # a forked child has nothing to write
+            return
+        extras, trouble = None, None
         try:
-            last = self._ring[-1]
-            last.gathered = -1  # remarks may have come since a commit that was interrupted
-            if self._failure is None and self._complete(last):
-                extras = last.extras
+            extras = self._last_extras()
+        except BaseException as error:
+            trouble = error
+            self._ring[-1].extras = None  # of a commit that was interrupted: they may not fit
         finally:
             self._ending = True
             self._handed_over.release()
             interrupt = self._join()
-        if self._failure is not None:
+        if self._failure is not None or trouble is not None:
+            reason = f"writing failed: {self._failure}"
+            if self._failure is None:
+                reason = f"closing the memory failed: {type(trouble).__name__}: {trouble}"
             with contextlib.suppress(OSError):
-                self._writer.give_up(f"writing failed: {self._failure}")
+                self._writer.give_up(reason)
         self._raise_failure()
-        self._writer.end((extras or self._gather()).description, closed=True)
+        if trouble is not None:
+            raise trouble
+        assert extras is not None
+        self._writer.end(extras.description, closed=True)
         if interrupt is not None:
             raise interrupt
+
+    def _last_extras(self) -> Extras | None:
+        last = self._ring[-1]
+        last.gathered = -1  # remarks may have come since a commit that was interrupted
+        if self._failure is not None:
+            return None
+        return last.extras if self._complete(last) else self._gather()
 
     def _join(self) -> KeyboardInterrupt | None:
         """Until the writer is done: what is left is little, and a second Ctrl-C would lose it."""
@@ -277,8 +310,3 @@ class DiskSink:
 
 def _joined(first: dict[str, list[str]], then: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: [*first.get(name, []), *then.get(name, [])] for name in first | then}
-
-
-def bytes_per_step(visits: list[tuple[Layer, tuple[int, ...]]], itemsize: int = 4) -> int:
-    """How many bytes of patterns a step with these visits adds to a memory."""
-    return sum(prod(s) * (la.in_features + la.out_features) * itemsize for la, s in visits)

@@ -26,10 +26,13 @@ from dualform.recording.audit import Rota, Transition, Unexplained
 from dualform.recording.parameters import Parameters, Watched, parameters_of
 from dualform.recording.sink import StepRecord
 
+CLEAR = 1e3
+"""How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
+
 OnUnexplained = Callable[[Watched, str], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Move:
     """What one optimizer is about to do with one parameter."""
 
@@ -121,6 +124,7 @@ class Steps:
                 watched = self._parameters.of(parameter)
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad, unscale)
+        _share_factors(reading.moves)
         self._pending = reading
 
     def _read_parameter(
@@ -131,10 +135,16 @@ class Steps:
                 f"parameter {watched.name!r} has a sparse gradient, which cannot be accounted for; "
                 "use a dense one (nn.Embedding(..., sparse=False))"
             )
+        if watched.parameter.dtype != watched.dtype or watched.parameter.shape != watched.shape:
+            raise RecordingError(
+                f"parameter {watched.name!r} was {watched.dtype} {list(watched.shape)} when "
+                f"recording began and is now {watched.parameter.dtype} "
+                f"{list(watched.parameter.shape)}; end the recording, then record into a new memory"
+            )
         audit = watched.audit
         projected = audit.gradient_projection(gradient)
         if watched.coverage == "untrained":
-            self._decide_coverage(watched)
+            self._decide_coverage(watched, projected)
         kappa, first = 1.0, self.step
         if watched.coverage == "patterns":
             first = audit.first
@@ -159,9 +169,9 @@ class Steps:
             )
         )
 
-    def _decide_coverage(self, watched: Watched) -> None:
-        """A parameter's first gradient: are there patterns that explain it?"""
-        if watched.layers and watched.audit.uses:
+    def _decide_coverage(self, watched: Watched, projected: NDArray[np.float64]) -> None:
+        """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
+        if watched.layers and (watched.audit.uses or not projected.any()):
             watched.coverage = "patterns"
             return
         watched.coverage = "steps"
@@ -262,6 +272,25 @@ class Steps:
         self.stepped = []
         self.step += 1
         return done
+
+
+def _share_factors(moves: Sequence[Move]) -> None:
+    """Give κ to parameters whose own patterns cannot tell it, from the one that tells it best.
+
+    Patterns may cancel to nothing but rounding (a bias before BatchNorm): any factor explains such
+    a gradient, but what each of its patterns wrote depends on the right one. Clipping and unscaling
+    act on all parameters of a group alike.
+    """
+    resolved = [m for m in moves if m.watched.coverage == "patterns"]
+    clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
+    for move in resolved:
+        if move in clear:
+            continue
+        alike = [m for m in clear if m.group == move.group] or clear
+        if alike:
+            best = max(alike, key=lambda m: m.watched.audit.clarity)
+            if move.watched.audit.allows(move.kappa, best.kappa):
+                move.kappa = best.kappa
 
 
 def _blank_record(parameters: int) -> StepRecord:

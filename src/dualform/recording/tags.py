@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dualform.errors import RecordingError
 from dualform.memory.files import NO_VALUE
 
-RESERVED = ("step", "position", "microbatch", "call")
+RESERVED = ("step", "position", "microbatch", "call", "rank")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,4 +184,9 @@ class Tags:
             codes = self._codes.setdefault(name, {})
             flat = [codes.setdefault(str(v), len(codes)) for v in array.flat]
             return np.array(flat, np.int64).reshape(array.shape)
+        if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise RecordingError(
+                f"the tag {name!r} holds {int(array.max())}, more than a 64-bit signed integer "
+                "takes; give such ids as strings"
+            )
         return array.astype(np.float64 if kind == "float" else np.int64)

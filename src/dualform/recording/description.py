@@ -1,0 +1,49 @@
+"""What a manifest says of the run: optimizers, layers, parameters and pattern columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dualform.layers import Layer
+from dualform.learning_rules import HYPERPARAMETERS
+from dualform.memory.writing import environment
+from dualform.recording.parameters import Parameters
+
+OWN_COLUMNS = {"position": "int", "microbatch": "int", "call": "int"}
+
+
+def describe(
+    optimizers: Sequence[Optimizer],
+    parameters: Parameters,
+    layers: Sequence[Layer],
+    kinds: Mapping[str, str],
+    accumulated_since: Mapping[str, int],
+) -> dict[str, Any]:
+    """The manifest's entries on what was recorded; layers in the order of their first use."""
+    columns = {"step": "int"} | dict(kinds) | OWN_COLUMNS
+    return {
+        "environment": environment(),
+        "optimizers": [_describe_optimizer(o) for o in optimizers],
+        "columns": [[name, kind] for name, kind in columns.items()],
+        "layers": [_describe_layer(layer, parameters) for layer in layers],
+        "parameters": [w.describe(accumulated_since.get(w.name)) for w in parameters],
+    }
+
+
+def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    known = type(optimizer) is torch.optim.SGD
+    return {
+        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "rule": "sgd" if known else None,
+        "settings": list(HYPERPARAMETERS) if known else [],
+    }
+
+
+def _describe_layer(layer: Layer, parameters: Parameters) -> dict[str, Any]:
+    dtype = parameters.by_name[layer.weight].dtype
+    return dataclasses.asdict(layer) | {"dtype": str(dtype).removeprefix("torch.")}

@@ -1,0 +1,236 @@
+"""Loops that are odd but legitimate, and slips that must not go unnoticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import dualform as df
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).to(dtype)
+
+
+def batch(
+    seed: int = 0, size: int = 24, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(24, 8, generator=generator, dtype=dtype)
+    return inputs, torch.randint(0, 4, (24,), generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    inputs, labels = batch(seed)
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_bias_whose_patterns_cancel_is_clipped_like_the_others(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).to(
+        dtype
+    )
+    optimizer = SGD(model.parameters(), lr=1.0)
+    inputs, labels = batch(dtype=dtype)
+    with df.record(model, optimizer, tmp_path) as recorder:
+        recorder.tag(label=labels)
+        hidden = model[0](inputs)
+        hidden.retain_grad()
+        F.cross_entropy(model[3](model[2](model[1](hidden))), labels).backward()
+        whole = model[3].weight.grad.clone()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        factor = float((model[3].weight.grad / whole).mean())
+        optimizer.step()
+    dual = df.DualForm(model, tmp_path)
+    wrote = (
+        dual.only(label=1).weights(dtype=torch.float64)["0.bias"]
+        - dual.without().weights(dtype=torch.float64)["0.bias"]
+    )
+    truth = -factor * hidden.grad[labels == 1].sum(0).double()
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    assert float((wrote - truth).abs().max() / truth.abs().max()) <= bound
+
+
+def test_a_parameter_moved_by_an_optimizer_not_given_is_noticed(tmp_path: Path) -> None:
+    model = net()
+    given, other = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.2)
+    with (
+        pytest.raises(df.AuditError, match=r"'2.weight'.*None of the optimizers given trains it"),
+        df.record(model, given, tmp_path),
+    ):
+        for seed in range(70):
+            inputs, labels = batch(seed)
+            F.cross_entropy(model(inputs), labels).backward()
+            given.step()
+            other.step()
+            model.zero_grad()
+    assert not df.Memory.open(tmp_path).exact
+
+
+class Averaging(nn.Module):
+    """Puts a new tensor in the place of its buffer at every call."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4).double()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.fc(inputs)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        return output - self.mean
+
+
+def test_a_buffer_that_is_replaced_is_followed(tmp_path: Path) -> None:
+    model = Averaging()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    kept = []
+    with df.record(model, optimizer, tmp_path):
+        for seed in range(5):
+            step(model, optimizer, seed)
+            kept.append(model.mean.clone())
+    memory = df.Memory.open(tmp_path)
+    for at, value in enumerate(kept, start=1):
+        assert torch.equal(memory.buffer("mean", at), value)
+    assert df.DualForm(model, memory).verify(batch()[0]).passed
+
+
+def test_running_statistics_are_those_of_the_step_when_optimizers_take_turns(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    first = SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    second = SGD(model[2].parameters(), lr=0.1)
+    kept = []
+    with df.record(model, [first, second], tmp_path):
+        for seed in range(6):
+            step(model, (first, second)[seed % 2], seed)
+            model.zero_grad()
+            kept.append(model[1].running_mean.clone())
+    memory = df.Memory.open(tmp_path)
+    assert memory.steps == 6
+    for at, value in enumerate(kept, start=1):
+        assert torch.equal(memory.buffer("1.running_mean", at), value), at
+
+
+def test_unfreezing_between_two_backward_passes_of_a_step_is_an_error(tmp_path: Path) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model[0].weight.requires_grad_(False)
+    with (
+        pytest.raises(df.AuditError, match=r"Freeze and unfreeze between steps"),
+        df.record(model, optimizer, tmp_path),
+    ):
+        inputs, labels = batch()
+        F.cross_entropy(model(inputs), labels).backward()
+        model[0].weight.requires_grad_(True)
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def test_another_dtype_in_the_middle_of_a_run_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    model = net(torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(df.RecordingError, match=r"was torch.float32 .* is now torch.float64"),
+        df.record(model, optimizer, tmp_path),
+    ):
+        inputs, labels = batch(dtype=torch.float32)
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.double()
+        step(model, optimizer, 1)
+    memory = df.Memory.open(tmp_path)
+    assert memory.steps == 1
+    assert df.DualForm(None, memory).verify().passed
+
+
+def test_a_layer_first_met_with_a_zero_gradient_still_gets_its_patterns(tmp_path: Path) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with df.record(model, optimizer, tmp_path):
+        optimizer.step()
+        for seed in range(3):
+            inputs, labels = batch(seed)
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    memory = df.Memory.open(tmp_path)
+    assert {p.coverage for p in memory.parameters.values()} == {"patterns"}
+    assert len(memory.layer("0")) == 3 * 24
+    assert df.DualForm(model, memory).verify().passed
+
+
+def test_keys_of_a_layer_with_a_frozen_weight_are_those_it_was_fed(tmp_path: Path) -> None:
+    model = nn.Linear(8, 4).double()
+    model.weight.requires_grad_(False)
+    optimizer = SGD([model.bias], lr=0.1)
+    inputs, labels = batch()
+    fed = inputs.clone()
+    with df.record(model, optimizer, tmp_path):
+        loss = F.cross_entropy(model(inputs), labels)
+        inputs.zero_()
+        loss.backward()
+        optimizer.step()
+    assert torch.equal(df.Memory.open(tmp_path).layer("model").keys, fed)
+
+
+def test_function_transforms_inside_the_loop_are_left_alone(tmp_path: Path) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    inputs, _ = batch()
+    plain = torch.func.jacrev(model)(inputs[0])
+    with df.record(model, optimizer, tmp_path):
+        assert torch.equal(torch.func.jacrev(model)(inputs[0]), plain)
+        step(model, optimizer, 0)
+    assert df.Memory.open(tmp_path).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda m, p: (m, None, p), r"expected a torch optimizer"),
+        (lambda m, p: (m, SGD(m.parameters(), 0.1), None), r"expected a path"),
+        (lambda m, p: (None, SGD([torch.zeros(1)], 0.1), p), r"expected a torch.nn.Module"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path: Path, arguments: object, message: str) -> None:
+    with pytest.raises(df.RecordingError, match=message):
+        df.record(*arguments(net(), tmp_path))  # type: ignore[operator]
+
+
+def test_one_parameter_may_not_have_two_optimizers(tmp_path: Path) -> None:
+    model = net()
+    optimizers = [SGD(model.parameters(), 0.1), SGD(model[0].parameters(), 0.1)]
+    with (
+        pytest.raises(df.RecordingError, match=r"'0.weight' is trained by two"),
+        df.record(model, optimizers, tmp_path),
+    ):
+        pass
+
+
+def test_a_lazy_module_must_have_seen_a_batch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with (
+        pytest.raises(df.RecordingError, match=r"has no shape yet"),
+        df.record(model, SGD(model.parameters(), 0.1), tmp_path),
+    ):
+        pass
