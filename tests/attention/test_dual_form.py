@@ -97,6 +97,45 @@ def test_masks_by_any_rows_strength_and_step_keep_the_books(
         )
 
 
+@pytest.mark.parametrize("unresolved", ["keep", "drop"])
+@pytest.mark.parametrize("options", [{}, {"step_budget": 200}], ids=["steps", "accumulated"])
+def test_a_mask_and_its_complement_add_up_beside_unresolved_parameters(
+    train: Any, options: dict[str, Any], unresolved: str, difference: Any
+) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 6)
+            self.norm = nn.LayerNorm(6)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.head(self.norm(x + self.embedding((x[:, 0] > 0).long())))
+            return output
+
+    dual = train(Mixed, options=options).dual
+    assert {p.coverage for p in dual.memory.parameters.values()} >= {"patterns"}
+    nothing = everything(dual.without(unresolved=unresolved))
+    whole = everything(dual.only(unresolved=unresolved))
+    without = everything(dual.without(label=2, unresolved=unresolved))
+    only = everything(dual.only(label=2, unresolved=unresolved))
+    for name, weight in everything(dual).items():
+        assert difference(without[name] + only[name], whole[name] + nothing[name]) <= EXACT
+        if unresolved == "keep":
+            assert difference(whole[name], weight) <= EXACT
+
+
+def test_a_twin_may_be_changed_without_changing_the_dual_form(run: Any) -> None:
+    dual = run.dual
+    before = everything(dual)
+    twin = dual.to_model()
+    with torch.no_grad():
+        for tensor in [*twin.parameters(), *dual.weights().values()]:
+            tensor.zero_()
+    for name, weight in everything(dual).items():
+        assert torch.equal(weight, before[name])
+
+
 def test_without_everything_is_the_initial_part(run: Any, difference: Any) -> None:
     from dualform.learning_rules import coefficients
 

@@ -112,6 +112,27 @@ def test_an_earlier_view_attends_to_earlier_patterns_only(run: Any) -> None:
     assert len(masked.rows) == masked.weights.shape[1]
 
 
+def test_the_last_visit_is_the_last_micro_batch_that_held_the_example(tmp_path: Path) -> None:
+    """First in the first of two micro-batches, later in the second: one query, the later key."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    with df.record(model, optimizer, tmp_path / "run") as recorder:
+        for order in ([0, 1, 2, 3], [2, 3, 0, 1], [0, 2, 1, 0]):
+            for pair in torch.tensor(order).split(2):
+                inputs = torch.randn(2, 4).double()
+                seen += [x for x, example in zip(inputs, pair.tolist(), strict=True) if example == 0]
+                recorder.tag(example=pair)
+                model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dual = df.DualForm(model, tmp_path / "run")
+    assert torch.equal(dual.attend(example=0)["model"].queries, seen[-1][None])
+    assert torch.equal(dual.at(2).attend(example=0)["model"].queries, seen[1][None])
+    assert abs(dual.contribute(example=0, target=1).residual) < 1e-12
+
+
 def test_a_recorded_example_asks_with_the_keys_of_its_last_visit(run: Any) -> None:
     patterns = run.memory.layer("fc2").patterns
     last = np.flatnonzero(patterns["example"] == 5)[-1]

@@ -127,8 +127,10 @@ def interrupt(server: Trainers, path: Path, delay: float, number: int, **request
     assert server.wait(process) in (3, 4)
     memory = Memory.open(path)
     assert memory.closed
-    assert len(memory.remarks) == 1
     assert memory.remarks[0].startswith("the training loop was ended by ")
+    # the forward pass of a step that was never made moves the model's running averages
+    assert all(r.startswith("buffers changed after the last") for r in memory.remarks[1:])
+    assert len(memory.remarks) <= 2
     model = safetensors.torch.load_file(f"{path}.model.safetensors")
     memory.check()
     assert_equal(rebuild(memory, memory.steps), model)

@@ -20,7 +20,9 @@ knows.
 Two things are not random and add up linearly. A change smaller than a unit in the last place of the
 weight is lost at every step, always the same way: weights of a silent unit do not decay by 1e-8 a
 step in float32, whatever the rule says. So decay below resolution counts as `lost`, and an entry
-that should have moved by less than a unit per step may not have moved at all (`unmoved`). And the
+that should have moved by less than a unit per step may not have moved at all (`unmoved`). Updates
+that are small and hardly change (full batches, a tiny learning rate) are rounded the same way step
+after step, so while they are below `CREEP` units, each counts as a loss of its rounding. And the
 dual form's own factor 1 − ηλ is rounded once, in float64, and then used at every step.
 """
 
@@ -42,6 +44,10 @@ DOUBLE = float(np.finfo(np.float64).eps)
 
 ROOM = 3.0
 """How many times a systematic loss may be exceeded: sizes are estimates."""
+
+
+CREEP = 1024.0
+"""Below how many units in the last place of the weight an update may repeat its rounding."""
 
 
 def as_computed(log: ParameterLog, dtype: torch.dtype) -> ParameterLog:
@@ -104,6 +110,7 @@ def drift(
     seen = carried(gross, log)
     # Lower precision than the weights' rounds a gradient's parts once and sums them in float32.
     noise, blur = eps * eps / 12, max(eps * eps, gradient_eps * gradient_eps / 12)
+    unit, creep = eps * size / sqrt(12), CREEP * eps * size
     found = np.zeros((len(stops), 4))
     ww = wm = mm = buffer = lost_w = lost_m = 0.0
     start = 0
@@ -134,7 +141,7 @@ def drift(
                 c * c * ww + 2 * c * d * wm + d * d * mm + noise * buffer**2 + blur * (nm * g) ** 2,
             )
             lost_m = abs(c) * lost_w + abs(d) * lost_m
-            lost_w += gone
+            lost_w += gone + (unit if update < creep else 0.0)
         found[i] = sqrt(max(ww, 0.0)), sqrt(max(mm, 0.0)), lost_w, lost_m
         start = stop
     return Drift(found[:, :2], found[:, 2:])
