@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor, nn
 
 import dualform as df
 from dualform.attention import engine
@@ -122,7 +124,9 @@ def test_the_last_visit_is_the_last_micro_batch_that_held_the_example(tmp_path: 
         for order in ([0, 1, 2, 3], [2, 3, 0, 1], [0, 2, 1, 0]):
             for pair in torch.tensor(order).split(2):
                 inputs = torch.randn(2, 4).double()
-                seen += [x for x, example in zip(inputs, pair.tolist(), strict=True) if example == 0]
+                seen += [
+                    x for x, example in zip(inputs, pair.tolist(), strict=True) if example == 0
+                ]
                 recorder.tag(example=pair)
                 model(inputs).square().mean().backward()
             optimizer.step()

@@ -189,7 +189,10 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
     momentum = torch.zeros(rows, dtype=torch.float64)
     if buffer is not None:
         momentum = _project(buffer, sums.probe, rows)
-    size = max(_rms(p) for p in [weights, *(f.values[name].double() for f in sums.fingerprints)])
+    # W v may cancel where the roundings of W's entries do not: its size is at least theirs.
+    entries = _project(memory.initial(name).double().square(), sums.probe.square(), rows).sqrt()
+    prints = [f.values[name].double() for f in sums.fingerprints]
+    size = max(_rms(p) for p in [entries, weights, *prints])
     # Fingerprints are float64 sums themselves, and so is what they are compared with.
     terms = memory.initial(name).double().abs()
     summed = SUM_ROUNDINGS * DOUBLE * max(_rms(_project(terms, sums.probe.abs(), rows)), size)

@@ -49,6 +49,9 @@ ROOM = 3.0
 CREEP = 1024.0
 """Below how many units in the last place of the weight an update may repeat its rounding."""
 
+CREEP_OF_AN_ENTRY = 16 * CREEP
+"""The same where `gross` is the most an entry may get: most entries get far less."""
+
 
 def as_computed(log: ParameterLog, dtype: torch.dtype) -> ParameterLog:
     """The log with its settings as arithmetic in this dtype held them.
@@ -110,7 +113,8 @@ def drift(
     seen = carried(gross, log)
     # Lower precision than the weights' rounds a gradient's parts once and sums them in float32.
     noise, blur = eps * eps / 12, max(eps * eps, gradient_eps * gradient_eps / 12)
-    unit, creep = eps * size / sqrt(12), CREEP * eps * size
+    unit = eps * size / sqrt(12)
+    creep = (CREEP if anchored else CREEP_OF_AN_ENTRY) * eps * size
     found = np.zeros((len(stops), 4))
     ww = wm = mm = buffer = lost_w = lost_m = 0.0
     start = 0

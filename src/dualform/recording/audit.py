@@ -248,7 +248,7 @@ class ParameterAudit:
             low, high = 0, len(matrix)
             largest = self._largest_row(matrix)
             self.spread = max(self.spread, largest)
-        real = torch.mv(matrix[low:high].to(self.probe.dtype), self.probe).double().cpu().numpy()
+        real = (matrix[low:high].to(self.probe.dtype) @ self.probe).cpu().numpy()
         off = float(np.abs(real - self.weights[low:high]).max(initial=0.0))
         bound = self._weights_bound
         if not off <= bound:
@@ -258,7 +258,7 @@ class ParameterAudit:
                 "optimizer not what it says?"
             )
         if anchor:
-            self.weights, self.spread = real, largest
+            self.weights, self.spread = real.astype(np.float64), largest
             self.travel = self.path = 0.0
             self.steps = 0
 

@@ -42,7 +42,7 @@ from dualform.recording.parameters import (
     is_reset,
     parameters_of,
 )
-from dualform.recording.sink import SETS, DiskSink, Extras
+from dualform.recording.sink import SETS, DiskSink, Extras, Sink
 from dualform.recording.steps import Steps
 from dualform.recording.tags import Tag, Tags, Visit
 
@@ -228,7 +228,7 @@ class Recorder:
             initial: dict[str, Any] = dict(self._parameters.initial())
             initial |= {f"buffers/{name}": value for name, value in self._buffers.values.items()}
             self._writer.begin(initial, self._description())
-            self._sink = DiskSink(
+            self._sink: Sink = DiskSink(
                 self._writer,
                 self._gather,
                 lambda layer: self._parameters.by_name[layer.weight].dtype,
@@ -334,9 +334,9 @@ class Recorder:
             self._layers.pop(layer)
         if seen:
             warnings.warn(
-                f"dualform: layer {seen[0].name!r} was never called as a module, yet got a gradient "
-                "(its weight is used directly, or the model is compiled or transformed); it is "
-                "accounted for step by step, without patterns",
+                f"dualform: layer {seen[0].name!r} was never called as a module, yet got a "
+                "gradient (its weight is used directly, or the model is compiled or transformed); "
+                "it is accounted for step by step, without patterns",
                 stacklevel=2,
             )
 
