@@ -108,7 +108,7 @@ class ParameterAudit:
         self.sketch = self.sketch64.numpy()
         self.weights = self.project(parameter)
         self.momentum = np.zeros(rows) if momentum is None else self.project(momentum)
-        self.spread = self._largest_row(matrix)
+        self.spread = self.ever = self._largest_row(matrix)  # since the anchor; of all times
         self.steps = 0  # since the prediction last started from the real weights, as are the next:
         self.travel = 0.0  # √Σ of what moved, squared
         self.path = 0.0  # Σ of what moved, for as long as it acts
@@ -248,6 +248,7 @@ class ParameterAudit:
             low, high = 0, len(matrix)
             largest = self._largest_row(matrix)
             self.spread = max(self.spread, largest)
+            self.ever = max(self.ever, largest)
         real = (matrix[low:high].to(self.probe.dtype) @ self.probe).cpu().numpy()
         off = float(np.abs(real - self.weights[low:high]).max(initial=0.0))
         bound = self._weights_bound
@@ -264,10 +265,14 @@ class ParameterAudit:
 
     @property
     def _weights_bound(self) -> float:
-        """What scatters, what is lost, what is held rounded; below the smallest number, all is."""
+        """What scatters, what is lost, what is held rounded; below the smallest number, all is.
+
+        Weights that decayed to nothing still feel what was rounded when they were large.
+        """
         scatter = SLACK_WEIGHTS * sqrt(self.steps + 1) * (self.spread + self.travel)
         lost = SLACK_LOST * self.steps * self.spread
-        return self.eps * (scatter + lost + SLACK_HELD * self.path) + self.tiny
+        held = SLACK_HELD * self.path
+        return self.eps * (scatter + lost + held + self.eps * self.ever) + self.tiny
 
     def has_moved(
         self, parameter: Tensor, transition: Transition, projected: NDArray[np.float64]
