@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -382,3 +383,18 @@ def test_without_a_model_only_questions_that_need_a_forward_pass_are_refused(run
     ):
         with pytest.raises(df.QueryError, match="model"):
             ask()
+
+
+def test_a_hook_of_the_users_own_acts_on_what_the_layer_gives(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model[2].register_forward_hook(lambda module, arguments, output: 3 * output)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(7, 6, dtype=torch.float64)
+    with df.record(model, optimizer, tmp_path):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    dual = df.DualForm(model, tmp_path)
+    with torch.no_grad():
+        assert float((dual(inputs, by="patterns") - model(inputs)).abs().max()) <= 1e-12
+    assert dual.verify(inputs).passed

@@ -221,3 +221,15 @@ def test_block_size_does_not_matter(run: Any, block: int, k: int, seed: int) -> 
     for one, other in zip(whole, cut, strict=True):
         assert np.array_equal(one[0][0], other[0][0])
         assert np.array_equal(one[0][1], other[0][1])
+
+
+def test_a_column_with_gaps_cannot_be_laid_over_time(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with df.record(model, optimizer, tmp_path) as recorder:
+        recorder.tag(quality=[0.5, float("nan"), 0.25])
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    spotlight = df.DualForm(model, tmp_path).attend(torch.ones(1, 4))["0"]
+    with pytest.raises(df.QueryError, match=r"'quality' holds text, or has no \(finite\) number"):
+        spotlight.over("quality")

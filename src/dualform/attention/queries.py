@@ -92,7 +92,10 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         for name in layers:
-            handle = modules[name].register_forward_hook(_hook(name, on_layer), with_kwargs=True)
+            # before the user's own hooks: they may change what the layer itself gives
+            handle = modules[name].register_forward_hook(
+                _hook(name, on_layer), with_kwargs=True, prepend=True
+            )
             stack.callback(handle.remove)
         return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
 

@@ -181,10 +181,12 @@ class Spotlight:
         values = self.patterns[column]
         if bins < 1:
             raise QueryError(f"bins={bins}: expected at least one range")
-        if values.dtype.kind not in "biuf":
-            raise QueryError(f"column {column!r} holds text; .over() needs numbers: use .sum_by()")
         kept = values[self.rows]
-        kept = kept[np.isfinite(kept)]
+        if values.dtype.kind not in "biuf" or not np.isfinite(kept).all():
+            raise QueryError(
+                f"column {column!r} holds text, or has no (finite) number for some patterns; "
+                ".over() needs a number for each: use .sum_by()"
+            )
         low, high = (kept.min(), kept.max()) if len(kept) else (0, 0)
         if values.dtype.kind == "f":
             edges = np.linspace(low, np.nextafter(high, np.inf), bins + 1)
