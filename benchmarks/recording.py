@@ -116,6 +116,11 @@ class Pickles(Contender):
         self.files = []
 
 
+def assert_identical(model: nn.Module, other: nn.Module) -> None:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs), "the contenders trained different networks"
+
+
 def clocks() -> tuple[float, float, float]:
     return time.thread_time(), time.perf_counter(), time.process_time()
 
@@ -163,12 +168,9 @@ def main() -> None:
                     )
                     times.setdefault(contender.name, []).append(ratios)
                     before = after
+                for other in turn[1:]:  # the same batches so far: it must be the same network
+                    assert_identical(recorded.model, other.model)
         memory = df.Memory.open(directory / "run")
-        identical = all(
-            torch.equal(a, b)
-            for a, b in zip(naive[0].model.parameters(), naive[1].model.parameters(), strict=True)
-        )
-        assert identical, "the contenders trained different networks"
         report(times, memory.bytes_on_disk / (memory.steps * BATCH), memory.steps)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
