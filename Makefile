@@ -22,8 +22,9 @@ endif
 # One thread per worker: the machine's cores are shared out by xdist, not fought over by OpenMP.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
+KILLS ?= 5000
 
-.PHONY: help setup demo lint test test-long bench clean
+.PHONY: help setup demo lint test test-long torture bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -67,6 +68,9 @@ test: setup lint ## lint and the tests (about ten minutes on two cores)
 test-long: setup ## the tests marked `long`
 	$(PYTEST) -n $(WORKERS) -m long || { code=$$?; \
 	  [ $$code -eq 5 ] && echo "no test is marked long" || exit $$code; }  # 5: nothing collected
+
+torture: setup ## kill and interrupt thousands of recordings (KILLS=5000), for hours
+	DUALFORM_TORTURE=$(KILLS) $(PYTEST) -n $(WORKERS) -m long tests/recording/test_crashes.py
 
 bench: setup ## measure recording against plain training; one JSON line per row
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py

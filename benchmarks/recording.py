@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,25 @@ import dualform as df
 
 BATCH = 128
 SIZES = (784, 800, 800, 10)
-TARGETS = {"main-thread CPU": 1.15, "wall": 1.20, "total CPU": 1.25}
+CLOCKS = ("main-thread CPU", "wall", "total CPU")
+NUMBERS = sum(SIZES[:-1]) + sum(SIZES[1:])
+"""In the keys and error signals of one example, all layers together."""
+
+
+class Way(NamedTuple):
+    """A way to record: what it is called, what `record` is told, what it should cost at most."""
+
+    name: str
+    options: dict[str, Any]
+    targets: dict[str, float]
+    bytes: int | None = None
+
+
+WAYS = (
+    Way("float32", {}, dict(zip(CLOCKS, (1.15, 1.20, 1.25), strict=True)), 4 * NUMBERS),
+    Way("float16", {"dtype": "float16"}, {}, 2 * NUMBERS + 4 * len(SIZES[1:])),
+    Way("keys of all layers alone", {"error_signals": False}, {"main-thread CPU": 1.05}),
+)
 
 
 def mlp() -> nn.Sequential:
@@ -138,6 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--chunk", type=int, default=150)
     parser.add_argument("--naive", type=int, default=4, help="chunks of the naive ways")
+    parser.add_argument("--others", type=int, default=8, help="chunks of the other settings")
     parser.add_argument("--path", default=None, help="where to record; default: a temporary place")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -148,42 +167,59 @@ def main() -> None:
     shape = (chunks, options.chunk, BATCH)
     batches = torch.randint(0, 10_000, shape, generator=generator)
     directory = Path(tempfile.mkdtemp(prefix="dualform-bench-", dir=options.path))
-    times: dict[str, list[tuple[float, ...]]] = {}
-    plain, recorded = Contender("plain"), Recorded("dualform")
     try:
-        naive = [Clones(), Pickles(directory / "pickles")]
-        with df.record(recorded.model, recorded.optimizer, directory / "run") as recorder:
-            recorded.recorder = recorder
-            plain.chunk(images, labels, batches[0][:30])
-            for index in range(chunks):
-                turn: list[Contender] = [recorded]
-                if index < options.naive:
-                    turn += naive
-                before = measure(lambda i=index: plain.chunk(images, labels, batches[i]))
-                for contender in turn:
-                    cost = measure(lambda c=contender, i=index: c.chunk(images, labels, batches[i]))
-                    after = measure(lambda i=index: plain.chunk(images, labels, batches[i]))
-                    ratios = tuple(
-                        2 * c / (a + b) for c, a, b in zip(cost, before, after, strict=True)
-                    )
-                    times.setdefault(contender.name, []).append(ratios)
-                    before = after
-                for other in turn[1:]:  # the same batches so far: it must be the same network
-                    assert_identical(recorded.model, other.model)
-        memory = df.Memory.open(directory / "run")
-        report(times, memory.bytes_on_disk / (memory.steps * BATCH), memory.steps)
+        for way in WAYS:
+            first = way is WAYS[0]
+            rounds = chunks if first else min(chunks, options.others)
+            naive = [Clones(), Pickles(directory / "pickles")] if first else []
+            times, memory = compare(
+                way, naive[: 2 * bool(options.naive)], options.naive, directory,
+                images, labels, batches[:rounds],
+            )  # fmt: skip
+            report(way, times, memory)
+            shutil.rmtree(directory / "run")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def report(times: dict[str, list[tuple[float, ...]]], bytes_per_pattern: float, steps: int) -> None:
+def compare(
+    way: Way,
+    naive: list[Contender],
+    naive_rounds: int,
+    directory: Path,
+    images: Tensor,
+    labels: Tensor,
+    batches: Tensor,
+) -> tuple[dict[str, list[tuple[float, ...]]], df.Memory]:
+    """Chunks of one sustained recording, of plain training and of the naive ways, taking turns."""
+    times: dict[str, list[tuple[float, ...]]] = {}
+    plain, recorded = Contender("plain"), Recorded("dualform")
+    run = directory / "run"
+    with df.record(recorded.model, recorded.optimizer, run, **way.options) as recorder:
+        recorded.recorder = recorder
+        plain.chunk(images, labels, batches[0][:30])
+        for index, chunk in enumerate(batches):
+            turn: list[Contender] = [recorded, *(naive if index < naive_rounds else [])]
+            before = measure(lambda some=chunk: plain.chunk(images, labels, some))
+            for contender in turn:
+                cost = measure(lambda c=contender, some=chunk: c.chunk(images, labels, some))
+                after = measure(lambda some=chunk: plain.chunk(images, labels, some))
+                ratios = tuple(2 * c / (a + b) for c, a, b in zip(cost, before, after, strict=True))
+                times.setdefault(contender.name, []).append(ratios)
+                before = after
+            for other in turn[1:]:  # the same batches so far: it must be the same network
+                assert_identical(recorded.model, other.model)
+    return times, df.Memory.open(run)
+
+
+def report(way: Way, times: dict[str, list[tuple[float, ...]]], memory: df.Memory) -> None:
     for name, rows in times.items():
-        for column, clock in enumerate(TARGETS):
+        for column, clock in enumerate(CLOCKS):
             values = sorted(row[column] for row in rows)
             ratio = statistics.median(values)
-            target = TARGETS[clock] if name == "dualform" else None
+            target = way.targets.get(clock) if name == "dualform" else None
             line: dict[str, Any] = {
-                "bench": f"record float32: {name} / plain training, {clock}",
+                "bench": f"{way.name}: {name} / plain training, {clock}",
                 "ratio": round(ratio, 3),
                 "target": target,
                 "ok": None if target is None else ratio <= target,
@@ -191,14 +227,16 @@ def report(times: dict[str, list[tuple[float, ...]]], bytes_per_pattern: float, 
                 "chunks": len(values),
             }
             print(json.dumps(line), flush=True)
-    line = {
-        "bench": "record float32: bytes per pattern / bytes of its keys and error signals",
-        "ratio": round(bytes_per_pattern / (4 * (sum(SIZES[:-1]) + sum(SIZES[1:]))), 4),
-        "target": 1.02,
-        "ok": bytes_per_pattern / (4 * (sum(SIZES[:-1]) + sum(SIZES[1:]))) <= 1.02,
-        "steps": steps,
-    }
-    print(json.dumps(line), flush=True)
+    if way.bytes is not None:
+        ratio = memory.bytes_on_disk / (memory.steps * BATCH) / way.bytes
+        line = {
+            "bench": f"{way.name}: bytes per pattern / bytes of what is kept of it",
+            "ratio": round(ratio, 4),
+            "target": 1.02,
+            "ok": ratio <= 1.02,
+            "steps": memory.steps,
+        }
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

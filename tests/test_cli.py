@@ -405,7 +405,12 @@ def test_ctrl_c_says_one_line(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "dualform.cli", "demo", "--steps", "1000000", "--json"]
     with subprocess.Popen(
-        [*command, "--path", run], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--path", run],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell's background jobs ignore Ctrl-C, and so would everything they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
         patience = time.monotonic() + 60
         while not (run / "manifest.json").exists() and time.monotonic() < patience:

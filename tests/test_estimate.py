@@ -48,8 +48,26 @@ def record(model: nn.Module, batch: Tensor, steps: int, path: Path, **settings: 
         (with_norms, (32, 64), {"step_budget": 20_000, "snapshot_every": 50}),
         (with_batch_norm, (16, 64), {}),
         (lambda: mlp().double(), (16, 64), {}),
+        (mlp, (32, 64), {"dtype": "float16"}),
+        (mlp, (8, 6, 64), {"dtype": "bfloat16", "segment_bytes": 1 << 20}),
+        (lambda: mlp().double(), (16, 64), {"dtype": "float16"}),
+        (mlp, (32, 64), {"error_signals": False}),
+        (mlp, (32, 64), {"error_signals": "2", "dtype": "float16"}),
     ],
-    ids=["mlp", "segments", "positions", "norms", "over budget", "batch norm", "float64"],
+    ids=[
+        "mlp",
+        "segments",
+        "positions",
+        "norms",
+        "over budget",
+        "batch norm",
+        "float64",
+        "float16",
+        "bfloat16",
+        "float64 in float16",
+        "keys alone",
+        "keys alone of one layer",
+    ],
 )
 def test_the_estimate_is_within_three_percent_of_a_real_recording(
     make: Callable[[], nn.Module], shape: tuple[int, ...], settings: Any, tmp_path: Path
@@ -69,6 +87,19 @@ def test_the_parts_and_the_layers_add_up() -> None:
     patterns = found.parts["keys"] + found.parts["error signals"]
     assert patterns == sum(layer.bytes_on_disk for layer in found.layers)
     assert [layer.bytes_per_pattern for layer in found.layers] == [4 * (64 + 96), 4 * (96 + 10)]
+
+
+def test_sixteen_bits_take_half_the_bytes_and_float16_a_scale_per_error_signal() -> None:
+    whole, half, brain = (
+        [layer.bytes_per_pattern for layer in df.estimate(mlp(), batch=8, steps=9, dtype=d).layers]
+        for d in ("float32", "float16", "bfloat16")
+    )
+    assert brain == [size // 2 for size in whole]
+    assert half == [size // 2 + 4 for size in whole]
+    trained_in_16 = df.estimate(mlp().bfloat16(), batch=8, steps=9, dtype="float16").layers
+    assert [layer.bytes_per_pattern for layer in trained_in_16] == brain
+    with pytest.raises(df.RecordingError, match="float64"):
+        df.estimate(mlp(), batch=8, steps=9, dtype="float64")
 
 
 def test_without_inputs_each_layer_sees_one_pattern_per_example_and_says_so() -> None:

@@ -282,6 +282,19 @@ def contribute(
 @click.option(
     "--path", type=click.Path(path_type=Path), help="Where it will go: says whether it fits there."
 )
+@click.option("--layers", multiple=True, help="Layers to be recorded: a name or 'fc*'; repeatable.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="What patterns will be stored in; float32 is exact.",
+)
+@click.option(
+    "--error-signals/--no-error-signals",
+    default=True,
+    help="Keep error signals (the default), or keys alone.",
+)
 @json_option
 def estimate(
     model: str | None,
@@ -290,6 +303,9 @@ def estimate(
     input_file: Path | None,
     tags: int,
     path: Path | None,
+    layers: tuple[str, ...],
+    dtype: str,
+    error_signals: bool,
     as_json: bool,
 ) -> None:
     """Bytes on disk before you start, layer by layer, and RAM for buffers.
@@ -302,7 +318,15 @@ def estimate(
     net = arguments.build_model(model)
     with arguments.running(input_file):
         found = df.estimate(
-            net, batch=batch, steps=steps, inputs=named or positional or None, tags=tags, path=path
+            net,
+            batch=batch,
+            steps=steps,
+            inputs=named or positional or None,
+            tags=tags,
+            path=path,
+            layers=layers or None,
+            dtype=dtype,
+            error_signals=error_signals,
         )
     if as_json:
         terminal.show_json(found.to_dict())

@@ -13,7 +13,7 @@ import html
 import math
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,14 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 
 from dualform.errors import DualFormError
-from dualform.layers import Layer, find_layers
+from dualform.layers import Layer, NamePatterns, chosen_names, find_layers
 from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
 from dualform.recording.entry import SNAPSHOT_EVERY, STEP_BUDGET
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 from dualform.recording.recorder import SNAPSHOT_SHARE
 from dualform.recording.sink import SEGMENT_BYTES, SETS
+from dualform.recording.storage import Storage, chosen
 from dualform.table import Table
 
 OWN_COLUMNS = 3
@@ -161,6 +162,9 @@ def estimate(
     inputs: Any = None,
     tags: int = 2,
     path: str | Path | None = None,
+    layers: NamePatterns = None,
+    dtype: str = "float32",
+    error_signals: bool | str | Iterable[str] = True,
     step_budget: int = STEP_BUDGET,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
@@ -182,18 +186,25 @@ def estimate(
             is taken to see one pattern per example.
         tags: how many columns `recorder.tag` will be given (example and label: 2).
         path: where the memory will go; the estimate then says whether it fits.
+        layers: as given to `record`.
+        dtype, error_signals: how patterns will be stored, as `record` takes them.
     """
     for name, value in (("batch", batch), ("steps", steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise DualFormError(f"{name}={value!r} was given; expected a whole number from 1 up")
     if not isinstance(model, nn.Module):
         raise DualFormError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    trained = _trained_layers(model)
+    trained = _trained_layers(model, layers)
     if inputs is None:
         calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in trained}
     else:
         calls = _count(model, trained, inputs, batch)
-    plan = _Plan(model, calls, batch, steps, tags, step_budget, snapshot_every, segment_bytes)
+    storage = Storage(dtype, chosen(error_signals))
+    storage.check(trained)
+    plan = _Plan(
+        model, calls, batch, steps, tags, step_budget, snapshot_every, segment_bytes, storage
+    )
+    plan.uncalled = [layer.name for layer in trained if layer not in calls]
     place, free = _free_space(path)
     return Estimate(
         batch,
@@ -210,12 +221,14 @@ def estimate(
 # How many patterns --------------------------------------------------------------------------------
 
 
-def _trained_layers(model: nn.Module) -> dict[Layer, nn.Module]:
-    """The recordable layers of which anything is trained."""
+def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Module]:
+    """The recordable layers that were chosen and of which anything is trained."""
+    found = find_layers(model)
+    names = chosen_names((layer.name for layer in found), chosen, "layers")
     return {
         layer: module
-        for layer, module in find_layers(model).items()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
+        for layer, module in found.items()
+        if layer.name in names and any(p.requires_grad for p in module.parameters(recurse=False))
     }
 
 
@@ -292,14 +305,19 @@ class _Plan:
         step_budget: int,
         snapshot_every: int,
         segment_bytes: int,
+        storage: Storage,
     ) -> None:
+        self.storage = storage
         self.calls, self.batch, self.steps, self.tags = calls, batch, steps, tags
         self.budget, self.snapshot_every = step_budget, snapshot_every
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
-        self.uncalled = [la.name for la in _trained_layers(model) if la not in calls]
+        self.uncalled: list[str] = []
         self.moving = _moving_buffers(model)
         covered = {name for layer in calls for name in layer.parameters}
+        for layer in calls:
+            if not storage.keeps_error_signals(layer):
+                covered -= set(layer.parameters)
         self.unresolved = {
             name: p
             for name, p in self.parameters.items()
@@ -319,19 +337,22 @@ class _Plan:
                 layer.out_features,
                 rows := sum(map(math.prod, shapes)),
                 rows * self.steps,
-                (layer.in_features + layer.out_features)
-                * self.parameters[layer.weight].element_size(),
+                sum(self._bytes_per_pattern(layer)),
             )
             for layer, shapes in self.calls.items()
         )
 
+    def _bytes_per_pattern(self, layer: Layer) -> tuple[int, int]:
+        """Of a key and of an error signal, which may come with a scale."""
+        trained = self.parameters[layer.weight].dtype
+        return self.storage.bytes_per_pattern(layer, trained)
+
     def parts(self) -> dict[str, int]:
-        layers = self.layers()
-        weights = [self.parameters[layer.weight].element_size() for layer in self.calls]
-        counted = list(zip(layers, weights, strict=True))
+        sizes = [self._bytes_per_pattern(layer) for layer in self.calls]
+        counted = list(zip(self.layers(), sizes, strict=True))
         return {
-            "keys": sum(la.patterns * la.in_features * size for la, size in counted),
-            "error signals": sum(la.patterns * la.out_features * size for la, size in counted),
+            "keys": sum(la.patterns * key for la, (key, _) in counted),
+            "error signals": sum(la.patterns * signal for la, (_, signal) in counted),
             "columns": self._columns(),
             "log": self.steps * (LOG_BYTES * len(self.parameters) + 8 * len(HYPERPARAMETERS)),
             "step-level parameters": self._gradients_kept() + self._accumulated(),

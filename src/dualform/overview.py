@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -57,6 +58,7 @@ def facts(memory: df.Memory) -> dict[str, Any]:
             for b in memory.buffers.values()
         ],
         "snapshots": list(memory.snapshot_steps),
+        "phases": [asdict(phase) for phase in memory.phases],
         "environment": memory.environment,
         "remarks": list(memory.remarks),
     }
@@ -73,7 +75,7 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
                 la["name"],
                 f"{la['in_features']} → {la['out_features']}",
                 f"{la['patterns']:,}",
-                la["dtype"],
+                la["dtype"] + ("" if la["error_signals"] else ", keys alone"),
                 ", ".join(filter(None, (la["weight"], la["bias"]))),
             ]
             for la in found["layers"]
@@ -126,7 +128,9 @@ def _layer(layer: df.LayerMemory) -> dict[str, Any]:
         "in_features": layer.in_features,
         "out_features": layer.out_features,
         "patterns": layer.rows,
-        "dtype": _dtype(layer.dtype),
+        "dtype": _dtype(layer.stored),
+        "trained_in": _dtype(layer.dtype),
+        "error_signals": layer.has_error_signals,
         "weight": layer.weight,
         "bias": layer.bias,
     }
@@ -155,6 +159,8 @@ def _head(found: dict[str, Any]) -> RenderableType:
         kept = ", ".join(f"{step:,}" for step in found["snapshots"][-5:])
         more = len(found["snapshots"]) - 5
         grid.add_row("snapshots", f"step {kept}" + (f" and {more} earlier" if more > 0 else ""))
+    for phase in found["phases"]:
+        grid.add_row("phase", Text(_phase(phase)))
     known = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
     grid.add_row("recorded with", Text(known))
     for remark in found["remarks"]:
@@ -164,6 +170,13 @@ def _head(found: dict[str, Any]) -> RenderableType:
 
 def _state(found: dict[str, Any], state: str) -> str:
     return "still being recorded" if found["being_recorded"] else f"the recording {state}"
+
+
+def _phase(phase: dict[str, Any]) -> str:
+    said = f"{phase['began']} at step {phase['first_step']:,} ({phase['when']})"
+    if phase["rewound_from"] is not None:
+        said += f", rewound from step {phase['rewound_from']:,}"
+    return said + (f", momentum {phase['momentum']}" if phase["momentum"] != "none" else "")
 
 
 def _coverage(parameter: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dualform as df
-from dualform.attention import engine
+from dualform.attention import ranking
 
 
 def brute(run: Any, layer: str, queries: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -84,6 +84,61 @@ def test_sums_by_group_add_up_signed_and_absolute(run: Any) -> None:
         assert row["sum"] == pytest.approx(mine.sum(), abs=1e-11)
         assert row["absolute"] == pytest.approx(np.abs(mine).sum(), abs=1e-11)
         assert row["patterns"] == len(mine)
+
+
+def test_sums_by_two_columns_are_those_of_every_combination_that_occurs(run: Any) -> None:
+    spotlight = run.dual.attend(run.inputs[:2])["fc1"]
+    table = spotlight.sum_by("task", "label")
+    weights = brute(run, "fc1", run.inputs[:2])
+    patterns = run.memory.layer("fc1").patterns
+    cells = list(zip(patterns["task"].tolist(), patterns["label"].tolist(), strict=True))
+    assert len(table) == 2 * len(set(cells))
+    for row in range(len(table)):
+        cell = (table["task"][row], table["label"][row])
+        here = np.array([c == cell for c in cells])
+        assert table["patterns"][row] == here.sum()
+        mine = weights[table["query"][row]][here]
+        assert abs(table["sum"][row] - mine.sum()) <= 1e-11
+        assert abs(table["absolute"][row] - np.abs(mine).sum()) <= 1e-11
+    assert spotlight.sum_by(["task", "label"])["sum"].tolist() == table["sum"].tolist()
+    with pytest.raises(df.QueryError, match="sum_by needs a column; there are step"):
+        spotlight.sum_by()
+
+
+def test_visits_of_an_example_are_added_up_strongest_first(run: Any) -> None:
+    spotlight = run.dual.attend(run.inputs[:1])["fc1"]
+    weights = brute(run, "fc1", run.inputs[:1])[0]
+    examples = run.memory.layer("fc1").patterns["example"]
+    before, after = spotlight.by_example(), spotlight.by_example(absolute="after")
+    assert sorted(before["example"].tolist()) == sorted(set(examples.tolist()))
+    assert np.all(np.diff(before["sum"]) <= 0)
+    for row, example in enumerate(before["example"].tolist()):
+        mine = weights[examples == example]
+        assert before["patterns"][row] == len(mine)
+        assert abs(before["sum"][row] - mine.sum()) <= 1e-11
+        assert abs(before["absolute"][row] - np.abs(mine).sum()) <= 1e-11
+        assert abs(after["absolute"][row] - abs(mine.sum())) <= 1e-11
+    with pytest.raises(df.QueryError, match='expected "before" or "after"'):
+        spotlight.by_example(absolute="both")
+
+
+def test_an_earlier_view_lists_only_the_examples_it_has_seen(run: Any) -> None:
+    examples = run.memory.layer("fc1").patterns["example"]
+    steps = run.memory.layer("fc1").patterns["step"]
+    table = run.dual.at(step=2).attend(run.inputs[:2])["fc1"].by_example()
+    seen = set(examples[steps < 2].tolist())
+    for query in range(2):
+        assert set(np.asarray(table["example"])[table["query"] == query].tolist()) == seen
+
+
+def test_the_effective_number_of_patterns_is_between_one_and_all(run: Any) -> None:
+    spotlight = run.dual.attend(run.inputs[:3])["fc2"]
+    weights = brute(run, "fc2", hidden(run, run.inputs[:3]))
+    expected = np.abs(weights).sum(1) ** 2 / (weights**2).sum(1)
+    assert np.allclose(spotlight.effective, expected, rtol=1e-12)
+    assert ((spotlight.effective >= 1) & (spotlight.effective <= 240)).all()
+    nothing = run.dual.attend(queries={"fc2": torch.zeros(1, 9)})
+    assert nothing["fc2"].effective.tolist() == [0.0]
 
 
 def test_text_columns_group_too(run: Any) -> None:
@@ -211,13 +266,8 @@ def test_block_size_does_not_matter(run: Any, block: int, k: int, seed: int) -> 
     # Small whole numbers: every product is exact, and ties abound.
     queries = torch.randint(-2, 3, (2, 6), generator=generator).double()
     included = np.random.default_rng(seed).random(240) < 0.7
-    standard = engine.BLOCK
-    whole = engine.top_patterns(layer, queries, included, k, "most")
-    try:
-        engine.scan.__kwdefaults__["block"] = block
-        cut = engine.top_patterns(layer, queries, included, k, "most")
-    finally:
-        engine.scan.__kwdefaults__["block"] = standard
+    whole = ranking.top_patterns(layer, queries, included, k, "most")
+    cut = ranking.top_patterns(layer, queries, included, k, "most", block=block)
     for one, other in zip(whole, cut, strict=True):
         assert np.array_equal(one[0][0], other[0][0])
         assert np.array_equal(one[0][1], other[0][1])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import dualform as df
+from dualform.recording.fingerprints import FINGERPRINT_EVERY
 
 ROOM = 3.0
 """Honest residuals stay below their bound divided by this."""
@@ -140,7 +141,9 @@ def test_one_learning_rate_forged_by_1_percent_in_a_long_run_is_found(
     for model in (long.model, None):
         failures = df.DualForm(model, path).verify().failures
         assert "fingerprints" in {check.kind for check in failures}
-        assert {-(-(step + 1) // 64) * 64, 1500} & {check.step for check in failures}
+        assert {-(-(step + 1) // FINGERPRINT_EVERY) * FINGERPRINT_EVERY, 1500} & {
+            check.step for check in failures
+        }
 
 
 def test_a_parameter_changed_outside_the_optimizer_fails(tmp_path: Path) -> None:

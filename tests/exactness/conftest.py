@@ -88,8 +88,10 @@ def _parameter_by_hand(memory: df.Memory, name: str, at: int) -> Tensor:
     for layer in map(memory.layer, parameter.layers):
         of_step = torch.from_numpy(coefficient.per_pattern(layer.patterns["step"]))
         values = layer.error_signals.double() * of_step[:, None]
-        weight = weight + (
-            values.T @ layer.keys.double() if parameter.role == "weight" else values.sum(0)
+        is_weight = parameter.role == "weight"
+        first = layer.offset if is_weight else layer.bias_offset
+        weight[first : first + layer.out_features] += (
+            values.T @ layer.keys.double() if is_weight else values.sum(0)
         )
     for step, gradient in memory.step_gradients(name):
         if step < at:

@@ -531,9 +531,8 @@ class Encoder(nn.Module):
         return self.head(self.encoder(inputs))
 
 
-@pytest.mark.filterwarnings("ignore:dualform. layer .* was never called as a module")
 @both_dtypes
-def test_a_transformer_encoder_is_rebuilt_its_attention_step_by_step(
+def test_a_transformer_encoder_is_rebuilt_with_its_attention(
     dtype: torch.dtype, new_run: Any, certify: Any
 ) -> None:
     run = new_run(seeded(Encoder, dtype), square_loss_on(2, 3, 8), dtype)
@@ -542,11 +541,12 @@ def test_a_transformer_encoder_is_rebuilt_its_attention_step_by_step(
     memory = certify(run)
     assert set(memory.layers) == {
         *(f"encoder.layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)),
+        *(f"encoder.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in ("in", "out")),
         "head",
     }
     coverage = {name: p.coverage for name, p in memory.parameters.items()}
-    assert coverage["encoder.layers.0.self_attn.in_proj_weight"] == "steps"
-    assert coverage["encoder.layers.0.self_attn.out_proj.weight"] == "steps"
+    assert coverage["encoder.layers.0.self_attn.in_proj_weight"] == "patterns"
+    assert coverage["encoder.layers.0.self_attn.out_proj.bias"] == "patterns"
     assert coverage["encoder.layers.0.norm1.weight"] == "steps"
     assert coverage["encoder.layers.1.linear2.bias"] == "patterns"
 

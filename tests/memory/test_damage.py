@@ -396,3 +396,24 @@ def test_numbers_that_are_not_finite_in_a_run_that_is_not_exact_are_not_called_d
     tampering.reseal(run)
     with pytest.raises(QueryError, match="an unknown rule"):
         Memory.open(run).log("1.weight")
+
+
+@pytest.mark.parametrize("field", ["offset", "bias_offset"])
+@pytest.mark.parametrize("value", [1, -1, 2**62, "0", None, 0.5])
+def test_a_layer_that_reaches_beyond_its_parameter_is_refused(
+    run: Path, field: str, value: Any
+) -> None:
+    manifest = tampering.read_manifest(run)
+    manifest["layers"][0][field] = value
+    tampering.write_manifest(run, manifest)
+    with pytest.raises(MemoryFileError):
+        Memory.open(run)
+
+
+def test_a_memory_that_knows_whole_parameters_only_is_read(run: Path) -> None:
+    manifest = tampering.read_manifest(run)
+    for layer in manifest["layers"]:
+        del layer["offset"], layer["bias_offset"]
+    tampering.write_manifest(run, manifest)
+    memory = Memory.open(run)
+    assert all(memory.layer(name).offset == 0 for name in memory.layers)

@@ -15,7 +15,14 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.learning_rules import ParameterLog, hyperparameters, transitions
-from dualform.recording.audit import ANCHOR, TURNS, ParameterAudit, Transition, Unexplained
+from dualform.recording.audit import (
+    ANCHOR,
+    ParameterAudit,
+    Rows,
+    Transition,
+    Unexplained,
+)
+from dualform.recording.fingerprints import FINGERPRINT_EVERY
 
 STEPS = 6
 TAMPERED = 3
@@ -313,10 +320,12 @@ def test_no_factor_makes_a_gradient_of_patterns_that_sum_to_nothing(dtype: torch
     bias = nn.Parameter(torch.zeros(1, dtype=dtype))
     audit = ParameterAudit(bias, None, torch.Generator().manual_seed(0))
     rounding = torch.tensor([0.1 * audit.eps], dtype=dtype)
-    audit.see(rounding, 1.0, audit.eps)
-    assert audit.explain(audit.gradient_projection(2 * rounding)) == pytest.approx(1.0, abs=2)
+    audit.see(rounding, Rows(0, torch.ones(1, 1), torch.ones(1, 1)), audit.eps)
+    audit.look_at(2 * rounding)
+    assert audit.explain() == pytest.approx(1.0, abs=2)
+    audit.look_at(torch.tensor([0.3], dtype=dtype))
     with pytest.raises(Unexplained, match="of its gradient is not in the recorded patterns"):
-        audit.explain(audit.gradient_projection(torch.tensor([0.3], dtype=dtype)))
+        audit.explain()
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -380,9 +389,11 @@ def test_a_weight_changed_outside_the_step_is_found_within_a_few_steps(
     model = network(dtype)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(df.AuditError, match=rf"parameter '{parameter}': its weights are ") as e:
-        train(model, optimizer, tmp_path / "run", after=tamper, steps=TAMPERED + TURNS + 2)
+        train(
+            model, optimizer, tmp_path / "run", after=tamper, steps=TAMPERED + FINGERPRINT_EVERY + 2
+        )
     found = int(str(e.value).split()[1].strip(","))
-    assert TAMPERED < found <= TAMPERED + TURNS + 1
+    assert TAMPERED < found <= TAMPERED + FINGERPRINT_EVERY + 1
     memory = df.Memory.open(tmp_path / "run")
     assert not memory.exact
     assert memory.closed
@@ -430,11 +441,11 @@ def test_audit_warn_goes_on_after_a_changed_weight(tmp_path: Path) -> None:
             optimizer,
             tmp_path / "run",
             after=WEIGHT_EDITS["one weight set by hand"][1],
-            steps=TAMPERED + TURNS + 2,
+            steps=TAMPERED + FINGERPRINT_EVERY + 2,
             audit="warn",
         )
     memory = df.Memory.open(tmp_path / "run")
-    assert memory.steps == TAMPERED + TURNS + 2
+    assert memory.steps == TAMPERED + FINGERPRINT_EVERY + 2
     assert not memory.exact
     assert sum("'3.weight'" in remark for remark in memory.remarks) == 1
 
@@ -530,8 +541,7 @@ def test_editing_the_gradient_of_a_parameter_without_patterns_is_accounted_for(
     assert torch.allclose(rebuilt, model[2].weight, rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:dualform. layer .* was never called as a module")
-def test_a_layer_used_through_its_weights_alone_is_accounted_for_step_by_step(
+def test_a_weight_used_in_a_way_without_patterns_is_accounted_for_step_by_step(
     tmp_path: Path,
 ) -> None:
     class Functional(nn.Module):
@@ -540,11 +550,12 @@ def test_a_layer_used_through_its_weights_alone_is_accounted_for_step_by_step(
             self.fc = nn.Linear(6, 3)
 
         def forward(self, inputs: Tensor) -> Tensor:
-            return F.linear(inputs, self.fc.weight, self.fc.bias)
+            return torch.einsum("bi,oi->bo", inputs, self.fc.weight) + self.fc.bias
 
     model = Functional()
     optimizer = SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, tmp_path / "run")
+    with pytest.warns(UserWarning, match=r"'fc.weight' \(layer fc\) is used by"):
+        train(model, optimizer, tmp_path / "run")
     memory = df.Memory.open(tmp_path / "run")
     assert memory.exact
     assert memory.layers == ()
@@ -684,12 +695,12 @@ class SilentUnits:
             if self.live_columns:
                 live.normal_(generator=self.generator)
             self.weight.grad = gradient
-            projected = self.audit.gradient_projection(gradient)
+            self.audit.look_at(gradient)
             self.optimizer.step()
-            self.audit.advance(then if self.steps else fresh, projected)
+            self.audit.advance(then if self.steps else fresh)
             self.steps += 1
-            if self.steps % TURNS == 0:
-                self.audit.compare(self.weight, 0, 39)
+            if self.steps % FINGERPRINT_EVERY == 0:
+                self.audit.compare(self.weight)
 
     def _transition(self, fresh: bool) -> Transition:
         settings = hyperparameters(self.optimizer.param_groups[0])
@@ -713,18 +724,18 @@ def test_a_decay_that_float32_loses_at_every_step_raises_no_alarm(
 def test_a_change_after_prediction_started_again_is_found_in_any_row() -> None:
     for row in (0, 20, 39):
         units = SilentUnits(lr=5e-4)
-        units.train(2 * ANCHOR + TURNS)
+        units.train(3 * ANCHOR)
         assert units.audit.steps < ANCHOR
         units.weight.data[row] += 1e-3
         with pytest.raises(Unexplained, match=r"its weights are .* away"):
-            units.train(ANCHOR + TURNS)
+            units.train(ANCHOR + FINGERPRINT_EVERY)
 
 
 def test_prediction_starts_again_only_from_weights_that_passed() -> None:
     units = SilentUnits(lr=5e-4)
-    units.train(ANCHOR - 1)
-    units.weight.data[39] += 1e-3  # the row that is compared at full comparisons only
-    units.audit.compare(units.weight, 0, 39)
+    units.train(ANCHOR)
+    assert units.audit.steps == ANCHOR  # due, and no comparison yet
+    units.weight.data[39] += 1e-3
     for _ in range(2):
         with pytest.raises(Unexplained):
             units.audit.compare(units.weight)
@@ -737,7 +748,7 @@ def test_a_change_after_hundreds_of_honest_steps_is_found_within_a_few(tmp_path:
 
     def train_and_edit() -> None:
         with df.record(model, optimizer, tmp_path / "run"):
-            for step in range(edited + TURNS + 2):
+            for step in range(edited + FINGERPRINT_EVERY + 2):
                 loss_of(model).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -746,7 +757,7 @@ def test_a_change_after_hundreds_of_honest_steps_is_found_within_a_few(tmp_path:
 
     with pytest.raises(df.AuditError, match=r"parameter '3.weight': its weights are ") as e:
         train_and_edit()
-    assert edited < int(str(e.value).split()[1].strip(",")) <= edited + TURNS + 1
+    assert edited < int(str(e.value).split()[1].strip(",")) <= edited + FINGERPRINT_EVERY + 1
 
 
 @pytest.mark.long

@@ -23,6 +23,9 @@ from dualform.recording.interrupts import Interrupts
 SMALL = 6000
 """Bytes per segment: a commit every few steps."""
 
+TIMES = int(os.environ.get("DUALFORM_TORTURE", "300"))
+"""How often the long tests do what they do; `make torture` asks for thousands."""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Trainers]:
@@ -63,7 +66,7 @@ def test_a_run_killed_at_any_moment_opens_says_what_it_lost_and_is_exact(
 ) -> None:
     chance = random.Random(1)
     steps, lost = [], []
-    for number in range(30):
+    for number in range(100):
         path = tmp_path / str(number)
         segment_bytes = chance.choice([1, SMALL, 10 * SMALL])
         memory = kill_and_look(server, path, chance.uniform(0, 0.15), segment_bytes)
@@ -76,9 +79,9 @@ def test_a_run_killed_at_any_moment_opens_says_what_it_lost_and_is_exact(
 
 
 @pytest.mark.long
-def test_three_hundred_killed_runs(server: Trainers, tmp_path: Path) -> None:
+def test_hundreds_of_killed_runs(server: Trainers, tmp_path: Path) -> None:
     chance = random.Random(2)
-    for number in range(300):
+    for number in range(TIMES):
         path = tmp_path / str(number)
         kill_and_look(server, path, chance.uniform(0, 0.6), chance.choice([1, SMALL, 20 * SMALL]))
         shutil.rmtree(path)
@@ -159,9 +162,9 @@ def test_ctrl_c_at_any_moment_commits_everything_that_is_complete(
 
 
 @pytest.mark.long
-def test_three_hundred_interrupted_runs(server: Trainers, tmp_path: Path) -> None:
+def test_hundreds_of_interrupted_runs(server: Trainers, tmp_path: Path) -> None:
     chance = random.Random(4)
-    for number in range(300):
+    for number in range(TIMES):
         path = tmp_path / str(number)
         interrupt(server, path, chance.uniform(0, 0.2), signal.SIGINT)
         shutil.rmtree(path)

@@ -16,13 +16,15 @@ Three checks per parameter, each with a residual and the bound that honest round
   over all steps. It finds another model.
 
 The rounding of T-pattern sums and S updates behaves like a random walk (see `rounding.py`), so
-bounds grow like eps · √S, with the learning rule's own momentum and decay. Where gradients were
-computed in a coarser precision than the weights are stored in (autocast), their share of a bound
-has the coarser eps, as recorded, and only theirs. The factors are calibrated, not derived: honest
-runs (momentum up to .999, decay, clipping, 3,000 steps of float32) mostly keep to a third of their
-bounds; the closest seen, full batches at lr 1e-5 with momentum, came to 0.56 of one. What
-hides below them is smaller than rounding: 1 % of one tiny update, against the roundings of all
-updates since the last fingerprint.
+bounds grow like eps · √S, with the learning rule's own momentum and decay. Where patterns are
+stored in 16 bits, residuals are what that lost, and the bounds of all three checks grow by what
+rounding every key and error signal once may lose, and no more. Where gradients were computed in a
+coarser precision than the weights are stored in (autocast), their share of a bound has the coarser
+eps, as recorded, and only theirs. The factors are calibrated, not derived: honest runs (momentum up
+to .999, decay, clipping, 3,000 steps of float32) mostly keep to a third of their bounds; the
+closest seen, full batches at lr 1e-5 with momentum, came to 0.56 of one. What hides below them is
+smaller than rounding: 1 % of one tiny update, against the roundings of all updates since the last
+fingerprint.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ STEP_SLACK = 128.0
 
 STEP_SLACK_16_BITS = 8.0
 """The same for bfloat16 and float16, which sum in float32 and round once."""
+
+STORED_DEVIATIONS = 16.0
+"""How many standard deviations of what storing in 16 bits loses a step's sum may be off by."""
 
 FINGERPRINT_DEVIATIONS = 12.0
 """How many standard deviations of accumulated rounding a fingerprint, a mean, may show."""
@@ -94,7 +99,10 @@ def verify(
             bounds = {c.parameter: c.bound for c in checks if c.kind == "weights"}
             seen = view.holding(rebuilt) if rebuilt else view
             checks += _check_outputs(seen, model, inputs, kwargs, bounds)
-    return Verification(view.at, tuple(checks), hashes, memory.exact, memory.remarks)
+    layers = [memory.layer(name) for name in memory.layers]
+    stored = {la.name: str(la.stored).removeprefix("torch.") for la in layers if la.stored_eps}
+    alone = tuple(la.name for la in layers if not la.has_error_signals)
+    return Verification(view.at, tuple(checks), hashes, memory.exact, memory.remarks, stored, alone)
 
 
 def model_hash(model: nn.Module) -> str:
@@ -127,6 +135,11 @@ def _gradient_eps(view: View, parameter: str) -> float:
     return max(view.memory.parameters[parameter].eps, _eps(view, parameter), *patterns)
 
 
+def _stored(view: View, parameter: str) -> float:
+    """The deviation that storing has put into what a pattern wrote, relative; 0 if it is exact."""
+    return max((la.stored_eps for la in view.writers(parameter)), default=0.0) / sqrt(6)
+
+
 def _smallest(view: View, parameter: str) -> float:
     """Where the parameter's dtype runs out of digits: nothing below it can be told apart."""
     return float(torch.finfo(view.memory.parameters[parameter].dtype).smallest_normal)
@@ -149,6 +162,7 @@ def _check_weights(
         size=size,
         gross=sums.largest if sums is not None else np.zeros(view.at),
         anchored=False,
+        stored=None if sums is None else _stored(view, name) * sums.largest,
     )
     lost = unmoved(dual - initial, initial.abs(), view.at, eps)
     allowed = (
@@ -176,9 +190,15 @@ def _check_steps(view: View, sums: Tally) -> list[Check]:
     off = np.where(sums.log.applied, np.abs(sums.applied_projections() - seen), 0.0)
     relative = np.divide(off, scale, out=np.zeros_like(off), where=scale > 0)
     relative = np.where(np.isfinite(relative), relative, np.inf)
-    worst = int(np.argmax(relative))
-    bound = (STEP_SLACK if eps < 1e-5 else STEP_SLACK_16_BITS) * eps
-    return [Check(sums.parameter, "steps", float(relative[worst]), bound, worst)]
+    bounds = np.full(view.at, (STEP_SLACK if eps < 1e-5 else STEP_SLACK_16_BITS) * eps)
+    if stored := _stored(view, sums.parameter):
+        entry = float(sums.sketch.norm()) / sqrt(max(1, len(sums.sketch)))
+        spread = entry * np.sqrt(carried(sums.squares, sums.log))
+        noise = STORED_DEVIATIONS * stored * (np.abs(sums.log.kappa) * spread + np.abs(seen))
+        bounds += np.divide(noise, scale, out=np.zeros_like(off), where=scale > 0)
+    worst = int(np.argmax(relative / bounds))
+    found = float(relative[worst]), float(bounds[worst])
+    return [Check(sums.parameter, "steps", *found, worst)]
 
 
 def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
@@ -212,6 +232,7 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
             float(sums.sketch @ weights),
             float(sums.sketch @ momentum),
         ),
+        stored=_stored(view, name) * np.sqrt(sums.squares / max(rows, 1)),
     )
     bounds = expected.bound(FINGERPRINT_DEVIATIONS) + _smallest(view, name) + summed
     worst = Check(name, "fingerprints", 0.0, eps)

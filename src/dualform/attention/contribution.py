@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine
+from dualform.attention import engine, ranking
 from dualform.attention.spotlight import check_k, pattern_columns
-from dualform.attention.view import View
+from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table
@@ -107,7 +107,7 @@ class Contribution:
             >>> contribution.top(5, sign="least")                        # doctest: +SKIP
         """
         rows = np.flatnonzero(self._included)
-        rows = rows[engine.top_of(self._numbers[rows], check_k(k), sign)]
+        rows = rows[ranking.top_of(self._numbers[rows], check_k(k), sign)]
         columns: dict[str, Any] = {
             "rank": np.arange(1, len(rows) + 1),
             "pattern": rows,
@@ -143,7 +143,7 @@ class Contribution:
             >>> contribution.by_example()["example"][:3]                 # doctest: +SKIP
         """
         table = self.sum_by("example")
-        order = engine.top_of(table["contribution"], len(table), "most")
+        order = ranking.top_of(table["contribution"], len(table), "most")
         return Table({name: table[name][order] for name in table.columns}, table.caption)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +180,7 @@ def contribution(
     queries [n, d_in], directions g [n, d_out]. `primal` is what the network gives; by default what
     the rebuilt weights give.
     """
+    layer.need_error_signals("a contribution")
     device = queries.device
     queries, directions = (t.detach().to("cpu", torch.float64) for t in (queries, directions))
     values, attention = engine.contributions(
@@ -191,9 +192,9 @@ def contribution(
     )
     shares = _shares(view, layer, queries, directions)
     if primal is None:
-        output = queries @ view.weights[layer.weight].T
+        output = queries @ view.weights[layer.weight][layer.rows_of(layer.weight)].T
         if layer.bias is not None:
-            output = output + view.weights[layer.bias]
+            output = output + view.weights[layer.bias][layer.rows_of(layer.bias)]
         primal = float((output * directions).sum())
     return Contribution(
         layer,
@@ -215,18 +216,23 @@ def _shares(
     for role, parameter, along in (("weights", layer.weight, outer), ("bias", layer.bias, summed)):
         if parameter is None:
             continue
-        initial, momentum = view.initial_parts(parameter)
+        own = layer.rows_of(parameter)
+        initial, momentum = (None if t is None else t[own] for t in view.initial_parts(parameter))
+        assert initial is not None
         shares[f"initial {role}"] = float((initial * along).sum())
         if momentum is not None:
             before = shares.get("initial momentum", 0.0)
             shares["initial momentum"] = before + float((momentum * along).sum())
         unresolved = view.unresolved(parameter)
         if unresolved is not None:
-            shares[f"{role} learned, step level"] = float((unresolved * along).sum())
+            shares[f"{role} learned, step level"] = float((unresolved[own] * along).sum())
         for writer in view.writers(parameter):
             if writer.name != layer.name:
-                shared = _written(view, writer, parameter)
-                shares[f"{role} written by {writer.name}"] = float((shared * along).sum())
+                written, here = shared_rows(writer, layer, parameter)
+                if written.start == written.stop:  # other rows of a packed parameter
+                    continue
+                shared = _written(view, writer, parameter)[written]
+                shares[f"{role} written by {writer.name}"] = float((shared * along[here]).sum())
     return shares
 
 

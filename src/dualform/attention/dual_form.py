@@ -356,6 +356,12 @@ class DualForm:
         first_order: bool,
     ) -> Contribution:
         calls = traced.calls.get(layer.name, [])
+        if not calls and not asking.has_module(layer):
+            raise QueryError(
+                f"layer {layer.name!r} is rows of {layer.weight!r}, used without a module of its "
+                "own: its contributions to a new input cannot be told apart; name another layer, "
+                "or ask for a recorded one with example=..."
+            )
         if not calls:
             raise QueryError(f"layer {layer.name!r} is not used for this input")
         # g = d(target)/d(layer output): one-hot where the layer's output is the model's.

@@ -6,10 +6,7 @@ larger than the machine's, so no function here holds more than a block of patter
 per pattern where that is the answer). Blocks are converted to float64 before they are summed:
 contributions are large and cancel, and float32 would lose the digits that remain.
 
-Why it is hard: rounding may depend on where a row sits in a block, because matrix kernels treat the
-edges of their tiles differently. Identical keys (the same image, seen again) must tie exactly, the
-earlier pattern first, so ranking never trusts the last bits of a matrix product: the candidates are
-recomputed row by row.
+Ranking (`ranking.py`) and sums by group (`group_sums.py`) have faster ways of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.errors import QueryError
 from dualform.memory import LayerMemory
 
 BLOCK = 4096
@@ -58,7 +54,7 @@ def scan(
 ) -> Iterator[Scanned]:
     """Every pattern of the layer, or the `included` ones, in order, a block at a time."""
     for part in layer.blocks(block, keys=keys, error_signals=error_signals):
-        size = len(next(t for t in (part.keys, part.error_signals) if t is not None))
+        size = part.rows
         rows = np.arange(part.start, part.start + size)
         chosen: slice | Tensor = slice(None)
         if included is not None:
@@ -72,6 +68,24 @@ def scan(
             _NOTHING if part.keys is None else part.keys[chosen].double(),
             _NOTHING if part.error_signals is None else part.error_signals[chosen].double(),
         )
+
+
+def key_blocks(
+    layer: LayerMemory, included: NDArray[np.bool_] | None = None, block: int = BLOCK
+) -> Iterator[tuple[Rows, Tensor]]:
+    """Row numbers and keys [b, d_in] in the dtype of training, a block at a time."""
+    for part in layer.blocks(block, error_signals=False):
+        rows = np.arange(part.start, part.start + part.rows)
+        inside = None if included is None else included[part.start : part.start + part.rows]
+        if inside is not None and not inside.any():
+            continue  # never touched: skipping costs nothing
+        keys = part.keys
+        assert keys is not None
+        if inside is not None and not inside.all():
+            rows, keys = rows[inside], keys[torch.from_numpy(np.flatnonzero(inside))]
+        if keys.dtype not in (torch.float32, torch.float64):
+            keys = keys.float()
+        yield rows, keys
 
 
 def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
@@ -89,6 +103,8 @@ def learned(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Σ_t weight_t δ_t x_tᵀ [d_out, d_in] and Σ_t bias_t δ_t [d_out], in one pass, float64."""
     matrix = vector = None
+    if weight is None and bias is None:
+        return None, None
     included = np.zeros(layer.rows, bool)
     if weight is not None:
         matrix = torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
@@ -141,95 +157,6 @@ def contributions(
         if bias is not None:
             written[part.rows] += bias[part.rows] * along.sum(0).numpy()
     return written, attention
-
-
-def group_sums(
-    layer: LayerMemory,
-    queries: Tensor,
-    included: NDArray[np.bool_] | None,
-    codes: NDArray[np.int64],
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    """Σ α and Σ |α| over the patterns of each group: [n, groups] twice."""
-    signed = torch.zeros(len(queries), groups, dtype=torch.float64)
-    absolute = torch.zeros_like(signed)
-    for part, alpha in attention_blocks(layer, queries, included):
-        code = torch.from_numpy(codes[part.rows])
-        signed.index_add_(1, code, alpha)
-        absolute.index_add_(1, code, alpha.abs())
-    return signed, absolute
-
-
-ORDERS: dict[str, Callable[[Reals], Reals]] = {
-    "most": lambda alpha: alpha,
-    "least": lambda alpha: -alpha,
-    "absolute": np.abs,
-}
-"""What "top" can mean: most positive, most negative, or largest either way."""
-
-
-def order(sign: str) -> Callable[[Reals], Reals]:
-    """The ranking function behind a `sign`; `QueryError` naming the ones there are."""
-    if sign not in ORDERS:
-        raise QueryError(f"sign={sign!r} is unknown; expected one of: {', '.join(ORDERS)}")
-    return ORDERS[sign]
-
-
-def top_patterns(
-    layer: LayerMemory,
-    queries: Tensor,
-    included: NDArray[np.bool_] | None,
-    k: int,
-    sign: str,
-    codes: NDArray[np.int64] | None = None,
-    groups: int = 1,
-) -> list[list[tuple[Rows, Reals]]]:
-    """Rows and attention weights of the top k, per query and group; ties: earlier pattern first."""
-    rank = order(sign)
-    best = [[(np.zeros(0, np.int64), np.zeros(0)) for _ in range(groups)] for _ in queries]
-    for part, alpha in attention_blocks(layer, queries, included):
-        reach = float(part.keys.norm(dim=1).max()) * torch.finfo(torch.float64).eps
-        for q, query in enumerate(queries):
-            slack = reach * len(query) * float(query.norm())
-            ranked = rank(alpha[q].numpy())
-            for group in range(groups):
-                here = np.arange(len(ranked))
-                if codes is not None:
-                    here = np.flatnonzero(codes[part.rows] == group)
-                best[q][group] = _merge(best[q][group], part, here, ranked, query, k, slack, rank)
-    return best
-
-
-def _merge(
-    best: tuple[Rows, Reals],
-    part: Scanned,
-    here: NDArray[np.intp],
-    ranked: Reals,
-    query: Tensor,
-    k: int,
-    slack: float,
-    rank: Callable[[Reals], Reals],
-) -> tuple[Rows, Reals]:
-    """The top k of the best so far and a block's candidates."""
-    rows, alphas = best
-    if len(rows) == k:  # nothing below the k-th can enter
-        here = here[ranked[here] >= rank(alphas)[-1] - 2 * slack]
-    if len(here) > k:
-        kth = np.partition(ranked[here], len(here) - k)[len(here) - k]
-        here = here[ranked[here] >= kth - 2 * slack]
-    if not len(here):
-        return best
-    # Row by row instead of by matrix product: equal keys give equal bits wherever they stand.
-    exact = (part.keys[torch.from_numpy(here)] * query).sum(1).numpy()
-    rows, alphas = np.concatenate([rows, part.rows[here]]), np.concatenate([alphas, exact])
-    kept = np.lexsort((rows, -rank(alphas)))[:k]
-    return rows[kept], alphas[kept]
-
-
-def top_of(values: Reals, k: int, sign: str) -> NDArray[np.intp]:
-    """The indices of the top k of numbers already at hand; ties: earlier first."""
-    chosen: NDArray[np.intp] = np.argsort(-order(sign)(values), kind="stable")[:k]
-    return chosen
 
 
 def group_codes(values: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:

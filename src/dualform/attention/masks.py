@@ -45,6 +45,8 @@ class Mask:
             raise QueryError(
                 f"strength={self.strength!r}: expected a finite number, 1 takes all of it away"
             )
+        if memory.layers and not any(memory.layer(n).has_error_signals for n in memory.layers):
+            memory.layer(memory.layers[0]).need_error_signals(f"{self}")
         for name in memory.layers:
             self._select(memory.layer(name))
 

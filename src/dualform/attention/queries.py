@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention.engine import gather_keys
+from dualform.attention.used import Uses
 from dualform.attention.view import View
 from dualform.errors import QueryError
-from dualform.layers import as_patterns, find_layers
+from dualform.layers import ROOT_NAME, as_patterns, find_layers
 from dualform.memory import LayerMemory, Memory
 
 OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -40,7 +41,7 @@ def check_architecture(model: nn.Module, memory: Memory) -> None:
     differences += [
         f"{name}: recorded as a layer, but the model has no nn.Linear of that name"
         for name in memory.layers
-        if name not in known
+        if name not in known and has_module(memory.layer(name))
     ]
     if differences:
         shown = "\n  ".join(differences[:5])
@@ -49,6 +50,12 @@ def check_architecture(model: nn.Module, memory: Memory) -> None:
             f"this model is not the architecture that was recorded:\n  {shown}{more}\n"
             "Build the model as it was for the recording (its weights do not matter)."
         )
+
+
+def has_module(layer: LayerMemory) -> bool:
+    """Whether a recorded layer is a module, not rows of a parameter that other code uses."""
+    own = "weight" if layer.name == ROOT_NAME else f"{layer.name}.weight"
+    return layer.weight == own
 
 
 def check_finite(value: Any, what: str = "the input") -> None:
@@ -84,14 +91,11 @@ def run(
 ) -> Any:
     """The view's network on some inputs, with a look at the recorded layers on the way."""
     check_finite([inputs, kwargs])
-    device = next((t.device for t in tensors_in([inputs, kwargs])), torch.device("cpu"))
-    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for name, tensor in tensors_of(view).items():
-        state[name] = tensor.to(device)
+    state = _state(model, view, inputs, kwargs)
     modules = {layer.name: module for layer, module in find_layers(model).items()}
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        for name in layers:
+        for name in modules.keys() & {*layers}:
             # before the user's own hooks: they may change what the layer itself gives
             handle = modules[name].register_forward_hook(
                 _hook(name, on_layer), with_kwargs=True, prepend=True
@@ -103,7 +107,11 @@ def run(
 def run_by_patterns(
     model: nn.Module, view: View, inputs: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The same, with every recorded layer computed literally as attention over its patterns."""
+    """The same, with every recorded layer computed literally as attention over its patterns.
+
+    Weights that are used without a module of their own (attention's packed projections) take part
+    as rebuilt.
+    """
 
     def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
         layer = view.memory.layer(name)
@@ -141,6 +149,9 @@ def queries_of(
 
     with torch.no_grad():
         run(model, view, inputs, kwargs, collect, layers)
+    unseen = [name for name, rows in received.items() if not rows]
+    if unseen:
+        received |= _received_by_functions(model, view, inputs, kwargs, unseen)
     for name, rows in received.items():
         if not rows:
             raise QueryError(
@@ -151,6 +162,36 @@ def queries_of(
     for name, rows_of_layer in queries.items():
         check_finite(rows_of_layer, f"what layer {name!r} receives for this input")
     return queries
+
+
+def _received_by_functions(
+    model: nn.Module,
+    view: View,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    layers: Sequence[str],
+) -> dict[str, list[Tensor]]:
+    """The same for weights that are used without their module being called."""
+    state = _state(model, view, inputs, kwargs)
+    uses = Uses([view.memory.layer(name) for name in layers], state)
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for handle in uses.watch(model):
+            stack.callback(handle.remove)
+        with torch.enable_grad():
+            output = torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
+        return uses.read(output)
+
+
+def _state(
+    model: nn.Module, view: View, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Parameters and buffers of the view for a forward pass on these inputs."""
+    device = next((t.device for t in tensors_in([inputs, kwargs])), torch.device("cpu"))
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, tensor in tensors_of(view).items():
+        state[name] = tensor.to(device)
+    return state
 
 
 def example_rows(view: View, layer: LayerMemory, example: Any) -> Any:

@@ -24,6 +24,12 @@ that should have moved by less than a unit per step may not have moved at all (`
 that are small and hardly change (full batches, a tiny learning rate) are rounded the same way step
 after step, so while they are below `CREEP` units, each counts as a loss of its rounding. And the
 dual form's own factor 1 − ηλ is rounded once, in float64, and then used at every step.
+
+Patterns stored in 16 bits are another matter: training was exact, it is the dual form that is off.
+Key and error signal of a pattern are each rounded once, entry by entry, with standard deviation
+eps_s/√12, so what a step's patterns sum to is off by eps_s/√6 times the root of the sum of their
+squares. A key that comes again is rounded the same way again: from one fingerprint to the next that
+counts as if all steps were off alike; over a run, with other error signals each time, it scatters.
 """
 
 from __future__ import annotations
@@ -76,14 +82,16 @@ def as_computed(log: ParameterLog, dtype: torch.dtype) -> ParameterLog:
 
 @dataclass(frozen=True)
 class Drift:
-    """The error to expect at some steps, in W and m: standard deviations and losses, [stops, 2]."""
+    """The error to expect at some steps, in W and m, [stops, 2]: standard deviations of training's
+    own roundings, its losses, and the deviations that storing the patterns has added."""
 
     deviation: Reals
     lost: Reals
+    stored: Reals
 
     def bound(self, deviations: float) -> Reals:
         """How far W and m may be off, that many standard deviations out: [stops, 2]."""
-        result: Reals = deviations * self.deviation + ROOM * self.lost
+        result: Reals = deviations * (self.deviation + self.stored) + ROOM * self.lost
         return result
 
 
@@ -97,12 +105,14 @@ def drift(
     gross: Reals,
     anchored: bool,
     buffers: Reals | None = None,
+    stored: Reals | None = None,
 ) -> Drift:
     """The error at each of the `stops` (numbers of updates, ascending).
 
     `size` is that of the weights, `gross` [steps] that of each step's patterns before κ, `buffers`
     [steps] that of the momentum buffer (by default the most that `gross` allows). `anchored` starts
     afresh at every stop, where W and m are known again; otherwise errors accumulate from 0.
+    `stored` [steps] is what storing the patterns has put each step's sum off by, one deviation.
     """
     matrix, vector = transitions(log)
     acting = 1.0 / np.maximum(1.0 - log.momentum, 1e-3)  # for how many steps an update acts
@@ -148,7 +158,50 @@ def drift(
             lost_w += gone + (unit if update < creep else 0.0)
         found[i] = sqrt(max(ww, 0.0)), sqrt(max(mm, 0.0)), lost_w, lost_m
         start = stop
-    return Drift(found[:, :2], found[:, 2:])
+    coarse = np.zeros((len(stops), 2))
+    if stored is not None and stored.any():
+        coarse = _stored_drift(log, stops, carried(stored, log), anchored=anchored)
+    return Drift(found[:, :2], found[:, 2:], coarse)
+
+
+def _stored_drift(
+    log: ParameterLog, stops: NDArray[np.int64], stored: Reals, *, anchored: bool
+) -> Reals:
+    """How far W and m are off at each stop by what storing has put every step's sum off by.
+
+    Anchored: as if always the same way. Otherwise at random: sizes become variances.
+    """
+    matrix, vector = transitions(log)
+    found = np.zeros((len(stops), 2))
+    w = m = wm = 0.0
+    start = 0
+    for i, stop in enumerate(stops.tolist()):
+        if anchored:
+            w = m = 0.0
+        rows = zip(
+            log.applied[start:stop].tolist(),
+            matrix[start:stop].reshape(-1, 4).tolist(),
+            vector[start:stop].tolist(),
+            stored[start:stop].tolist(),
+            strict=True,
+        )
+        for applied, (a, b, c, d), (nw, nm), g in rows:
+            if not applied:
+                continue
+            if anchored:
+                w, m = (
+                    abs(a) * w + abs(b) * m + abs(nw) * g,
+                    abs(c) * w + abs(d) * m + abs(nm) * g,
+                )
+            else:
+                w, wm, m = (
+                    a * a * w + 2 * a * b * wm + b * b * m + (nw * g) ** 2,
+                    a * c * w + (a * d + b * c) * wm + b * d * m + nw * nm * g * g,
+                    c * c * w + 2 * c * d * wm + d * d * m + (nm * g) ** 2,
+                )
+        found[i] = (w, m) if anchored else (sqrt(max(w, 0.0)), sqrt(max(m, 0.0)))
+        start = stop
+    return found
 
 
 def buffer_sizes(log: ParameterLog, applied: Reals, weight: float, momentum: float) -> Reals:

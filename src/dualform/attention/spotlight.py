@@ -10,7 +10,7 @@ holds them; everything else here streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine
+from dualform.attention import engine, ranking
+from dualform.attention.group_sums import group_sums
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table
@@ -87,7 +88,7 @@ class Spotlight:
         """
         k = check_k(k)
         values, codes = self._groups(by)
-        best = engine.top_patterns(
+        best = ranking.top_patterns(
             self._memory, self._queries, self._included, k, sign, codes, len(values)
         )
         found = [
@@ -105,30 +106,68 @@ class Spotlight:
         per = "" if by is None else f" per {by}"
         return Table(columns, f"layer {self.layer}: {which} attention{per}. {UNIT}")
 
-    def sum_by(self, column: str) -> Table:
-        """Attention summed over all patterns of each value of a column.
+    def sum_by(self, *columns: str | Sequence[str]) -> Table:
+        """Attention summed over all patterns of each value of a column, or of several together.
 
         `sum` adds the signed weights, `absolute` their absolute values (the paper's choice), both
         in units of key × query; `patterns` counts.
 
         Example:
             >>> spotlight.sum_by("label")["sum"]                        # doctest: +SKIP
+            >>> spotlight.sum_by("task", "label")                       # doctest: +SKIP
         """
-        values, codes = self._groups(column)
-        assert codes is not None
-        signed, absolute = engine.group_sums(
-            self._memory, self._queries, self._included, codes, len(values)
-        )
-        counts = np.bincount(codes[self.rows], minlength=len(values))
+        names = [n for part in columns for n in ([part] if isinstance(part, str) else part)]
+        if not names:
+            raise QueryError(f"sum_by needs a column; there are {', '.join(self.patterns.names)}")
+        values, codes = self._cells(names)
+        sums = self._sums(codes, len(values))
         n = len(self._queries)
-        columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(values)))
-        columns |= {
-            column: values * n,
-            "sum": signed.reshape(-1).numpy(),
-            "absolute": absolute.reshape(-1).numpy(),
-            "patterns": np.tile(counts, n),
-        }
-        return Table(columns, f"layer {self.layer}: attention summed by {column}. {UNIT}")
+        table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(values)))
+        for i, name in enumerate(names):
+            table[name] = [value[i] for value in values] * n
+        named = " and ".join(names)
+        return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {UNIT}")
+
+    def by_example(self, column: str = "example", *, absolute: str = "before") -> Table:
+        """Attention to each training example: all its visits together, the strongest first.
+
+        `sum` adds the signed weights of its visits. `absolute="before"` adds their absolute values,
+        `"after"` takes the absolute value of the sum. Units of key × query; `patterns` counts
+        visits (and positions). Ties: the smaller id first.
+
+        Example:
+            >>> spotlight.by_example()["example"][:3]                   # doctest: +SKIP
+        """
+        if absolute not in ("before", "after"):
+            raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
+        values, codes = self._cells((column,))
+        sums = self._sums(codes, len(values))
+        n = len(self._queries)
+        query = np.repeat(np.arange(n), len(values))
+        if absolute == "after":
+            sums["absolute"] = np.abs(sums["sum"])
+        ordered = np.lexsort((-sums["sum"], query))
+        ordered = ordered[sums["patterns"][ordered] > 0]  # masked out, or later than this view
+        listed = np.array([value[0] for value in values] * n, dtype=object)[ordered].tolist()
+        table: dict[str, Any] = self._query_column(query[ordered])
+        table |= {column: listed, **{name: of[ordered] for name, of in sums.items()}}
+        what = {"before": "absolute: Σ|α|", "after": "absolute: |Σα|"}[absolute]
+        return Table(table, f"layer {self.layer}: attention by {column}; {what}. {UNIT}")
+
+    @property
+    def effective(self) -> NDArray[np.float64]:
+        """How many patterns the attention is spread over, per query: (Σ|α|)² / Σα².
+
+        1 if a single pattern has it all, T if all have the same; 0 where there is none. No unit.
+
+        Example:
+            >>> spotlight.effective                                     # doctest: +SKIP
+        """
+        absolute, squares = np.zeros(len(self._queries)), np.zeros(len(self._queries))
+        for _, alpha in engine.attention_blocks(self._memory, self._queries, self._included):
+            absolute += alpha.abs().sum(1).numpy()
+            squares += alpha.square().sum(1).numpy()
+        return np.divide(absolute**2, squares, out=np.zeros_like(squares), where=squares > 0)
 
     def over(self, column: str = "step", bins: int = 20, by: str | None = None) -> Table:
         """Attention summed over equal ranges of a numeric column, such as the step: a timeline.
@@ -143,21 +182,13 @@ class Spotlight:
         values, codes = self._groups(by)
         cells = bin_of if codes is None else bin_of * len(values) + codes
         count = (len(edges) - 1) * len(values)
-        signed, absolute = engine.group_sums(
-            self._memory, self._queries, self._included, cells, count
-        )
-        patterns = np.bincount(cells[self.rows], minlength=count)
         n = len(self._queries)
         columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), count))
         columns["from"] = np.tile(np.repeat(edges[:-1], len(values)), n)
         columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
         if by is not None:
             columns[by] = values * ((len(edges) - 1) * n)
-        columns |= {
-            "sum": signed.reshape(-1).numpy(),
-            "absolute": absolute.reshape(-1).numpy(),
-            "patterns": np.tile(patterns, n),
-        }
+        columns |= self._sums(cells, count)
         return Table(columns, f"layer {self.layer}: attention over {column}. {UNIT}")
 
     def __repr__(self) -> str:
@@ -170,6 +201,32 @@ class Spotlight:
 
     def _query_column(self, queries: Any) -> dict[str, Any]:
         return {} if len(self._queries) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
+
+    def _sums(self, codes: NDArray[np.int64], groups: int) -> dict[str, NDArray[Any]]:
+        """Signed and absolute sums and counts of every group, query after query."""
+        signed, absolute = group_sums(self._memory, self._queries, self._included, codes, groups)
+        counts = np.bincount(codes[self.rows], minlength=groups)
+        return {
+            "sum": signed.reshape(-1).numpy(),
+            "absolute": absolute.reshape(-1).numpy(),
+            "patterns": np.tile(counts, len(self._queries)),
+        }
+
+    def _cells(self, columns: Sequence[str]) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
+        """The combinations of values that occur, and each pattern's index into them."""
+        kinds = [engine.group_codes(self.patterns[name]) for name in columns]
+        joint = np.zeros(self._memory.rows, np.int64)
+        for values, codes in kinds:
+            joint = joint * len(values) + codes
+        occurring, cells = np.unique(joint, return_inverse=True)
+        combined: list[tuple[Any, ...]] = []
+        for code in occurring.tolist():
+            found = []
+            for values, _ in reversed(kinds):
+                code, index = divmod(code, len(values))
+                found.append(values[index])
+            combined.append(tuple(reversed(found)))
+        return combined, cells.reshape(-1).astype(np.int64)
 
     def _groups(self, by: str | None) -> tuple[list[Any], NDArray[np.int64] | None]:
         if by is None:

@@ -47,11 +47,21 @@ class Tally:
         # What the patterns wrote into W v and m v on the way to each stop.
         self.written = torch.zeros(2, len(known), len(self.sketch), dtype=torch.float64)
 
-    def add(self, steps: engine.Rows, signals: Tensor, along: Tensor, sizes: Tensor) -> None:
-        """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x‖|v| and max|x| [2, b]."""
+    def add(
+        self,
+        steps: engine.Rows,
+        signals: Tensor,
+        along: Tensor,
+        sizes: Tensor,
+        rows: slice = slice(None),
+    ) -> None:
+        """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x‖|v| and max|x| [2, b].
+
+        `rows` are those of the parameter that the error signals are for.
+        """
         lengths = (signals.norm(dim=1) * sizes[0]).numpy()
         found = [
-            (self.projections, ((signals @ self.sketch) * along).numpy()),
+            (self.projections, ((signals @ self.sketch[rows]) * along).numpy()),
             (self.gross, lengths),
             (self.squares, lengths**2),
         ]
@@ -66,7 +76,8 @@ class Tally:
             for state in range(2):
                 factor = torch.from_numpy(factors[steps, state])
                 if bool((factor != 0).any()):
-                    self.written[state].index_add_(0, reached, moved * factor[:, None])
+                    written = self.written[state][:, rows]
+                    written.index_add_(0, reached, moved * factor[:, None])
 
     def applied_projections(self) -> engine.Reals:
         """u·(grad v) of every step by the patterns: carried over and scaled as training did."""
@@ -86,6 +97,7 @@ def tallies(
     memory = view.memory
     counted = {n for n, known in memory.parameters.items() if known.coverage == "patterns"}
     layers = [memory.layer(name) for name in memory.layers]
+    layers = [layer for layer in layers if {layer.weight, layer.bias} & counted]
     last = {p: layer.name for layer in layers for p in (layer.weight, layer.bias) if p in counted}
     opened: dict[str, Tally] = {}
     total, done = sum(layer.rows for layer in layers), 0
@@ -100,7 +112,9 @@ def tallies(
                 if factor is not None:
                     values = part.error_signals * torch.from_numpy(factor[part.rows])[:, None]
                     is_weight = parameter == layer.weight
-                    rebuilt[parameter] += values.T @ part.keys if is_weight else values.sum(0)
+                    rebuilt[parameter][layer.rows_of(parameter)] += (
+                        values.T @ part.keys if is_weight else values.sum(0)
+                    )
             done += len(part.rows)
             if progress is not None:
                 progress(done, total)
@@ -123,12 +137,13 @@ def _add_block(
         sums = tallies[layer.weight]
         typical = float(sums.probe.norm()) / sqrt(max(1, len(sums.probe)))
         sizes = torch.stack([part.keys.norm(dim=1) * typical, part.keys.abs().amax(1)])
-        sums.add(steps, part.error_signals, part.keys @ sums.probe, sizes)
+        along = part.keys @ sums.probe
+        sums.add(steps, part.error_signals, along, sizes, layer.rows_of(layer.weight))
     if layer.bias is not None and layer.bias in tallies:
         sums = tallies[layer.bias]
         constant = sums.probe.expand(len(steps))
         sizes = torch.stack([constant.abs(), torch.ones(len(steps), dtype=torch.float64)])
-        sums.add(steps, part.error_signals, constant, sizes)
+        sums.add(steps, part.error_signals, constant, sizes, layer.rows_of(layer.bias))
 
 
 def _add_gradients(view: View, sums: Tally) -> None:

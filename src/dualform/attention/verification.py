@@ -8,7 +8,7 @@ rounding keeps to, and the first thing the printed form says is whether all of t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,10 @@ class Verification:
     hashes: Mapping[str, str]
     exact: bool = True
     remarks: tuple[str, ...] = ()
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """The layers whose patterns were rounded when they were stored, and to what."""
+    keys_alone: tuple[str, ...] = ()
+    """The layers recorded without error signals: only checksums speak for their keys."""
 
     @property
     def passed(self) -> bool:
@@ -120,6 +124,8 @@ class Verification:
             "exact": self.exact,
             "remarks": list(self.remarks),
             "hashes": dict(self.hashes),
+            "stored": dict(self.stored),
+            "keys_alone": list(self.keys_alone),
             "checks": [check.to_dict() for check in self.checks],
         }
 
@@ -128,6 +134,14 @@ class Verification:
         lines = [f"Verification after {self.step:,} updates: {verdict}", self._summary()]
         if not self.passed:
             lines += self._blame()
+        for dtype in dict.fromkeys(self.stored.values()):
+            names = ", ".join(name for name, stored in self.stored.items() if stored == dtype)
+            lines.append(
+                f"  stored in {dtype}: {names}. Residuals are what that lost, bounds allow for it"
+            )
+        if self.keys_alone:
+            names = ", ".join(self.keys_alone)
+            lines.append(f"  recorded without error signals: {names}. Checksums cover their keys")
         lines += [f"  remark: {remark}" for remark in self.remarks]
         lines += [f"  sha256 {name}: {value[:16]}…" for name, value in self.hashes.items()]
         return "\n".join(lines)

@@ -100,7 +100,11 @@ class View:
         """Everything in the parameter that no pattern accounts for, float64."""
         initial, momentum = self.initial_parts(parameter)
         unresolved = self.unresolved(parameter)
-        return initial + sum(part for part in (momentum, unresolved) if part is not None)
+        base = initial.clone()  # the caller may add to it
+        for part in (momentum, unresolved):
+            if part is not None:
+                base += part
+        return base
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -127,7 +131,7 @@ class View:
             )
             for parameter, part in zip((layer.weight, layer.bias), parts, strict=True):
                 if parameter is not None and part is not None:
-                    rebuilt[parameter] = rebuilt[parameter] + part
+                    rebuilt[parameter][layer.rows_of(parameter)] += part
         return rebuilt
 
     def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
@@ -135,22 +139,32 @@ class View:
 
         queries [n, d_in] float64 -> [n, d_out] float64.
         """
-        output = queries @ self.base(layer.weight).T
+        output = queries @ self.base(layer.weight)[layer.rows_of(layer.weight)].T
         for writer in self.writers(layer.weight):
             factors = self.row_coefficients(writer, layer.weight)
             if factors is not None:
-                output = output + engine.dual_outputs(writer, factors, queries)
+                written, here = shared_rows(writer, layer, layer.weight)
+                output[:, here] += engine.dual_outputs(writer, factors, queries)[:, written]
         if layer.bias is not None:
-            output = output + self.base(layer.bias)
+            output = output + self.base(layer.bias)[layer.rows_of(layer.bias)]
             for writer in self.writers(layer.bias):
                 _, part = engine.learned(writer, None, self.row_coefficients(writer, layer.bias))
                 if part is not None:
-                    output = output + part
+                    written, here = shared_rows(writer, layer, layer.bias)
+                    output[:, here] += part[written]
         return output
 
     def _steps(self, layer: LayerMemory) -> engine.Rows:
         steps: engine.Rows = layer.patterns["step"]
         return steps
+
+
+def shared_rows(writer: LayerMemory, layer: LayerMemory, parameter: str) -> tuple[slice, slice]:
+    """Where two layers of one parameter overlap: in the writer's outputs, and in the layer's."""
+    one, two = writer.rows_of(parameter), layer.rows_of(parameter)
+    start = max(one.start, two.start)
+    end = max(start, min(one.stop, two.stop))
+    return slice(start - one.start, end - one.start), slice(start - two.start, end - two.start)
 
 
 def layers_named(memory: Memory, layers: str | list[str] | tuple[str, ...] | None) -> list[str]:

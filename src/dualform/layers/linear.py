@@ -16,7 +16,11 @@ ROOT_NAME = "model"
 
 @dataclass(frozen=True)
 class Layer:
-    """One recorded layer: its name, its parameters' names, the widths of key and error signal."""
+    """One recorded layer: its name, its parameters' names, the widths of key and error signal.
+
+    Its weight is rows `offset` to `offset + out_features` of the parameter, its bias the entries
+    from `bias_offset` on: a packed projection is several layers in one parameter.
+    """
 
     name: str
     kind: str
@@ -24,6 +28,8 @@ class Layer:
     bias: str | None
     in_features: int
     out_features: int
+    offset: int = 0
+    bias_offset: int = 0
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -68,4 +74,6 @@ def as_patterns(kind: str, tensor: Tensor) -> Tensor:
     """The rows of a layer's input (keys, queries) or error signal: [..., d] -> [n, d]."""
     if kind != "linear":
         raise ValueError(f"unknown kind of layer: {kind!r}")
-    return tensor.detach().reshape(-1, tensor.shape[-1])
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])

@@ -2,14 +2,24 @@
 
 `files.py` is the on-disk format: what lies where, and the manifest. `tensor_files.py` writes and
 reads the safetensors files, `writing.py` and `segments.py` know what is in one, `description.py`
-reads what the manifest says of the model, `liveness.py` knows who is writing. `memory.py` is what
+reads what the manifest says of the model, `rewinding.py` cuts a memory back to an earlier step,
+`liveness.py` knows who is writing. `memory.py` is what
 readers hold; `layer.py` streams one layer's keys and error signals; `patterns.py` knows the
 coordinates of every pattern (step, example, label, ...) and the `where` conditions over them.
 """
 
-from dualform.memory.description import Buffer, Parameter
+from dualform.memory.description import Buffer, Parameter, Phase
 from dualform.memory.layer import Block, LayerMemory
 from dualform.memory.memory import Fingerprint, Memory
 from dualform.memory.patterns import Patterns
 
-__all__ = ["Block", "Buffer", "Fingerprint", "LayerMemory", "Memory", "Parameter", "Patterns"]
+__all__ = [
+    "Block",
+    "Buffer",
+    "Fingerprint",
+    "LayerMemory",
+    "Memory",
+    "Parameter",
+    "Patterns",
+    "Phase",
+]

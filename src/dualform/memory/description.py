@@ -59,6 +59,21 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class DescribedLayer:
+    """A recorded layer: the dtype it trained in, the one its patterns are stored in, and whether
+    they are whole or keys alone."""
+
+    layer: Layer
+    dtype: torch.dtype
+    stored: torch.dtype
+    error_signals: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+
+@dataclass(frozen=True)
 class Buffer:
     """A buffer of the recorded model: "recorded" if training changed it, else "constant"."""
 
@@ -68,6 +83,31 @@ class Buffer:
     coverage: str
 
 
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of a memory that was recorded in one go.
+
+    `began` is "started" or "resumed", `when` a date and time in UTC. `rewound_from` is the step the
+    memory ended at, where later steps were dropped; `momentum` says whether momentum buffers were
+    "carried over", "replaced" by those of a new optimizer, or whether there were "none".
+    """
+
+    first_step: int
+    began: str
+    when: str
+    rewound_from: int | None = None
+    momentum: str = "none"
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Phase:
+        known, since = (text(entry["began"]), text(entry["momentum"])), entry["rewound_from"]
+        if known[0] not in ("started", "resumed"):
+            raise ValueError(f"a phase {known[0]!r} is not known to this dualform")
+        rewound_from = None if since is None else count(since)
+        first_step, when = count(entry["first_step"]), text(entry["when"])
+        return cls(first_step, known[0], when, rewound_from, known[1])
+
+
 class Description:
     """The manifest's content, each part what it should be."""
 
@@ -75,7 +115,7 @@ class Description:
         self.steps = count(manifest["steps"])
         self.closed = bool(manifest["closed"])
         self.exact = bool(manifest["exact"])
-        self.layers = _by_name((_layer(e) for e in manifest["layers"]), lambda pair: pair[0].name)
+        self.layers = _by_name((_layer(e) for e in manifest["layers"]), lambda la: la.name)
         self.parameters = _by_name(
             (_parameter(e, self.layers) for e in manifest["parameters"]), lambda p: p.name
         )
@@ -85,20 +125,25 @@ class Description:
         self.environment = {str(k): v for k, v in manifest["environment"].items()}
         self.initial = WrittenFile.from_json(manifest["initial"])
         self.snapshots = {count(e["step"]): numbered_file(e) for e in manifest["snapshots"]}
+        self.phases = tuple(Phase.from_json(entry) for entry in manifest.get("phases", ()))
 
     def agree(self, segments: Sequence[Segment]) -> None:
         """Raise unless the parts fit each other."""
         if self.columns.get("step") != "int" or not set(self.columns.values()) <= set(KINDS):
             raise ValueError("the columns are not of known kinds")
-        for layer, _ in self.layers.values():
-            shapes: dict[str, tuple[int, ...]] = {
-                layer.weight: (layer.out_features, layer.in_features)
+        for described in self.layers.values():
+            layer = described.layer
+            inside: dict[str, tuple[int, tuple[int, ...]]] = {
+                layer.weight: (layer.offset, (layer.in_features,))
             }
             if layer.bias is not None:
-                shapes[layer.bias] = (layer.out_features,)
-            for name, shape in shapes.items():
-                if self.parameters[name].shape != shape:
+                inside[layer.bias] = layer.bias_offset, ()
+            for name, (offset, rest) in inside.items():
+                rows, *columns = self.parameters[name].shape or (0,)
+                if tuple(columns) != rest or offset + layer.out_features > rows:
                     raise ValueError(f"layer {layer.name!r} does not fit its parameter {name!r}")
+                if not described.error_signals and self.parameters[name].coverage == "patterns":
+                    raise ValueError(f"{name!r} lacks the error signals of layer {layer.name!r}")
         expected = 0
         for segment in segments:
             if segment.first_step != expected or not segment.steps:
@@ -117,7 +162,7 @@ def _by_name(things: Iterable[T], name: Callable[[T], str]) -> dict[str, T]:
     return found
 
 
-def _layer(entry: dict[str, Any]) -> tuple[Layer, torch.dtype]:
+def _layer(entry: dict[str, Any]) -> DescribedLayer:
     if entry["kind"] not in LAYER_KINDS:
         raise ValueError(f"layers of kind {entry['kind']!r} are not known to this dualform")
     layer = Layer(
@@ -127,8 +172,18 @@ def _layer(entry: dict[str, Any]) -> tuple[Layer, torch.dtype]:
         None if entry["bias"] is None else text(entry["bias"]),
         count(entry["in_features"]),
         count(entry["out_features"]),
+        count(entry.get("offset", 0)),  # memories of before 0.2 know whole parameters only
+        count(entry.get("bias_offset", 0)),
     )
-    return layer, _dtype(entry["dtype"])
+    dtype = _dtype(entry["dtype"])
+    stored = _dtype(entry.get("stored", entry["dtype"]))
+    narrow = stored in (torch.float16, torch.bfloat16) and dtype.itemsize > stored.itemsize
+    if not dtype.is_floating_point or (stored != dtype and not narrow):
+        raise ValueError(f"patterns of {dtype} are said to be stored in {stored}")
+    kept = entry.get("error_signals", True)
+    if type(kept) is not bool:
+        raise TypeError(f"error_signals of {layer.name!r} are neither kept nor not: {kept!r}")
+    return DescribedLayer(layer, dtype, stored, kept)
 
 
 def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:

@@ -1,31 +1,47 @@
 """One layer's part of the memory: its keys and error signals, streamed block by block.
 
 The tensors handed out are mapped from disk: reading a block costs what the disk costs, and what was
-read can be forgotten by the system at any time.
+read can be forgotten by the system at any time. Patterns stored in 16 bits come back in the dtype
+of training: whoever asks sees the same numbers, only coarser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from dualform.errors import QueryError
-from dualform.layers import Layer
+from dualform.memory.description import DescribedLayer
 from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
 
+Read = Callable[[], Tensor]
 
-@dataclass(frozen=True)
+
 class Block:
-    """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them."""
+    """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them.
 
-    start: int
-    keys: Tensor | None
-    error_signals: Tensor | None
+    Patterns stored in 16 bits are widened when they are asked for, so skipping a block is free.
+    """
+
+    def __init__(
+        self, start: int, rows: int, keys: Read | None, error_signals: Read | None
+    ) -> None:
+        self.start, self.rows = start, rows
+        self._keys, self._error_signals = keys, error_signals
+
+    @cached_property
+    def keys(self) -> Tensor | None:
+        """[rows, d_in], in the dtype of training; None if not asked for."""
+        return None if self._keys is None else self._keys()
+
+    @cached_property
+    def error_signals(self) -> Tensor | None:
+        """[rows, d_out], in the dtype of training; None if not asked for."""
+        return None if self._error_signals is None else self._error_signals()
 
 
 class LayerMemory:
@@ -37,17 +53,30 @@ class LayerMemory:
     """
 
     def __init__(
-        self, layer: Layer, dtype: torch.dtype, segments: Sequence[Segment], patterns: Patterns
+        self,
+        described: DescribedLayer,
+        segments: Sequence[Segment],
+        patterns: Patterns,
+        with_error_signals: Sequence[str],
     ) -> None:
+        layer = described.layer
         self.name = layer.name
         self.kind = layer.kind
         self.weight = layer.weight
         self.bias = layer.bias
         self.in_features = layer.in_features
         self.out_features = layer.out_features
-        self.dtype = dtype
+        self.dtype, self.stored = described.dtype, described.stored
+        self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
+        self.has_error_signals = described.error_signals
+        self._with_error_signals = tuple(with_error_signals)
         self._segments = [s for s in segments if s.rows(layer.name)]
+
+    def rows_of(self, parameter: str) -> slice:
+        """Which rows of its weight (or entries of its bias) the layer uses: all, or a part."""
+        start = self.offset if parameter == self.weight else self.bias_offset
+        return slice(start, start + self.out_features)
 
     @cached_property
     def rows(self) -> int:
@@ -58,10 +87,26 @@ class LayerMemory:
         return self.rows
 
     def __repr__(self) -> str:
+        signals = f"error signals of {self.out_features}"
+        signals = signals if self.has_error_signals else "no error signals"
         return (
             f"LayerMemory({self.name!r}: {self.rows:,} patterns, keys of {self.in_features}, "
-            f"error signals of {self.out_features}, {str(self.dtype).removeprefix('torch.')})"
+            f"{signals}, {str(self.stored).removeprefix('torch.')})"
         )
+
+    def need_error_signals(self, what_for: str) -> None:
+        """Raise `QueryError` if keys alone were recorded of this layer."""
+        if not self.has_error_signals:
+            raise QueryError(
+                f"{what_for} needs error signals, but of layer {self.name!r} keys alone were "
+                "recorded, which is enough to attend; layers with error signals: "
+                f"{', '.join(self._with_error_signals) or 'none'}"
+            )
+
+    @property
+    def stored_eps(self) -> float:
+        """The relative rounding that storing added to every pattern; 0 where it is exact."""
+        return 0.0 if self.stored == self.dtype else float(torch.finfo(self.stored).eps)
 
     def blocks(
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
@@ -69,24 +114,37 @@ class LayerMemory:
         """All patterns in order, at most `size` at a time; nothing else is ever in RAM."""
         if size < 1:
             raise QueryError(f"blocks of {size} patterns were asked for; expected at least 1")
+        if error_signals:
+            self.need_error_signals("reading them (error_signals=False reads keys alone)")
         start = 0
         for segment in self._segments:
             rows = segment.rows(self.name)
-            all_keys = all_signals = None
-            if keys:
-                all_keys = segment.tensor("keys", self.name, self.in_features, self.dtype)
-            if error_signals:
-                all_signals = segment.tensor(
-                    "error_signals", self.name, self.out_features, self.dtype
-                )
+            all_keys = self._tensor(segment, "keys") if keys else None
+            all_signals = self._tensor(segment, "error_signals") if error_signals else None
             for low in range(0, rows, size):
                 high = min(rows, low + size)
-                yield Block(
-                    start + low,
-                    None if all_keys is None else all_keys[low:high],
-                    None if all_signals is None else all_signals[low:high],
+                parts = (
+                    None if whole is None else partial(whole, low, high)
+                    for whole in (all_keys, all_signals)
                 )
+                yield Block(start + low, high - low, *parts)
             start += rows
+
+    def _tensor(self, segment: Segment, kind: str) -> Callable[[int, int], Tensor]:
+        """A segment's keys or error signals, to be read from row to row."""
+        width = self.in_features if kind == "keys" else self.out_features
+        stored = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
+        if stored.dtype == self.dtype:
+            return lambda low, high: stored[low:high]
+        if kind == "keys" or stored.dtype != torch.float16:
+            return lambda low, high: stored[low:high].to(self.dtype)
+        scales = segment.scales(kind, self.name)
+
+        def read(low: int, high: int) -> Tensor:
+            scale = scales[low:high, None].to(self.dtype)
+            return stored[low:high].to(self.dtype) * scale
+
+        return read
 
     @property
     def keys(self) -> Tensor:

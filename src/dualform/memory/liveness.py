@@ -104,16 +104,17 @@ class WriterLock(_OwnFile):
 class Progress(_OwnFile):
     """The number of updates trained so far, and its complement: a torn or damaged one shows."""
 
-    def __init__(self, directory: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+    def __init__(self, directory: Path, steps: int | None = 0) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0)
         super().__init__(os.open(directory / PROGRESS, flags, 0o644))
-        self.set(0)
+        if steps is not None:  # else what an earlier recorder wrote stays, for now
+            os.ftruncate(self._descriptor, 0)
+            self.set(steps)
 
     def set(self, steps: int) -> None:
         """About a microsecond; the page stays in the system's cache if this process is killed."""
         with contextlib.suppress(OSError):  # only a courtesy: never a reason to stop training
-            os.lseek(self._descriptor, 0, os.SEEK_SET)
-            os.write(self._descriptor, struct.pack("<qq", steps, ~steps))
+            os.pwrite(self._descriptor, struct.pack("<qq", steps, ~steps), 0)
 
     def close(self) -> None:
         self._close()

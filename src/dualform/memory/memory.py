@@ -22,7 +22,7 @@ from torch import Tensor
 from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
 from dualform.memory import files
-from dualform.memory.description import Buffer, Description, Parameter
+from dualform.memory.description import Buffer, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
 from dualform.memory.layer import LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
@@ -114,11 +114,15 @@ class Memory:
                 f"{', '.join(self.layers) or 'none with patterns'}"
             )
         if name not in self._opened:
-            layer, dtype = self._described.layers[name]
             patterns = Patterns(
                 name, self._segments, self._described.columns, self._strings, self._values_anywhere
             )
-            self._opened[name] = LayerMemory(layer, dtype, self._segments, patterns)
+            self._opened[name] = LayerMemory(
+                self._described.layers[name],
+                self._segments,
+                patterns,
+                [la.name for la in self._described.layers.values() if la.error_signals],
+            )
         return self._opened[name]
 
     @property
@@ -352,6 +356,16 @@ class Memory:
     def is_being_recorded(self) -> bool:
         """Whether a recorder is writing to this memory now."""
         return not self.closed and WriterLock.is_held(self.path)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """When and how the recording began, and every time it was resumed.
+
+        Example:
+            >>> [phase.first_step for phase in memory.phases]   # doctest: +SKIP
+            [0, 600]
+        """
+        return self._described.phases
 
     @property
     def environment(self) -> dict[str, Any]:

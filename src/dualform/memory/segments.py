@@ -34,6 +34,11 @@ LOG_TYPES = {
 """What the log keeps of every step and parameter, [S, P]."""
 
 
+def scales_of(kind: str) -> str:
+    """What the scales of narrow rows are called: `error_signal_scales`."""
+    return f"{kind.removesuffix('s')}_scales"
+
+
 class Segment:
     """One committed segment; its file is opened when it is first asked for something."""
 
@@ -91,9 +96,22 @@ class Segment:
         """How many patterns of a layer are in this segment."""
         return self._rows.get(layer, 0)
 
-    def tensor(self, kind: str, layer: str, width: int, dtype: torch.dtype) -> Tensor:
-        """`keys` or `error_signals` of a layer: [rows, width]."""
-        return self.file.tensor(f"{kind}/{layer}", (self.rows(layer), width), dtype)
+    def tensor(self, kind: str, layer: str, width: int, dtypes: Sequence[torch.dtype]) -> Tensor:
+        """`keys` or `error_signals` of a layer as stored, in one of some dtypes: [rows, width]."""
+        tensor = self.file.tensor(f"{kind}/{layer}", (self.rows(layer), width))
+        if tensor.dtype not in dtypes:
+            raise self._wrong(
+                f"{kind}/{layer} has type {tensor.dtype}, expected {' or '.join(map(str, dtypes))}"
+            )
+        return tensor
+
+    def scales(self, kind: str, layer: str) -> Tensor:
+        """What each row of a layer's narrow `kind` is to be multiplied by: float32, [rows]."""
+        name = f"{scales_of(kind)}/{layer}"
+        scales = self.file.tensor(name, (self.rows(layer),), torch.float32)
+        if not bool((scales.isfinite() & (scales >= 0)).all()):
+            raise self._wrong(f"{name} holds numbers that are no sizes: negative or not finite")
+        return scales
 
     def column(self, layer: str, name: str, dtype: torch.dtype) -> NDArray[Any] | None:
         """A stored column of a layer's rows; None where this segment has no such column."""

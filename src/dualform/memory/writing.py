@@ -1,8 +1,8 @@
-"""Creating a memory and adding segments to it: the writing half of the format.
+"""Creating a memory, or reopening one, and adding segments to it: the writing half of the format.
 
 Whoever calls `commit` has handed over whole steps; when it returns they are on disk for good. The
 manifest is rebuilt from what the recorder says of itself at that moment and from the list of
-segments and snapshots kept here.
+segments and snapshots kept here. `rewinding.py` says what is left of a memory that is cut back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from dualform.errors import RecordingError
 from dualform.memory import files
 from dualform.memory.liveness import PROGRESS, Progress, WriterLock
+from dualform.memory.rewinding import Remainder
 from dualform.memory.tensor_files import (
     TensorBytes,
     stacked_bytes,
@@ -89,24 +90,30 @@ def environment() -> dict[str, str]:
 
 
 class MemoryWriter:
-    """One memory being written. Not thread-safe: the sink calls it from one thread at a time."""
+    """One memory being written. Not thread-safe: the sink calls it from one thread at a time.
 
-    def __init__(self, path: Path, *, overwrite: bool) -> None:
+    With `resume` the memory that is there is only locked; `rewind` then takes it up.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = path
         with _refusing(path):
             path.mkdir(parents=True, exist_ok=True)
-            _claim(path, overwrite=overwrite)
+            _claim(path, overwrite=overwrite or resume)
             self.lock = WriterLock(path)
         try:
             with _refusing(path):
-                _claim(path, overwrite=overwrite)  # another recorder may have come and gone
-                _clear(path)
-                (path / files.SEGMENTS).mkdir(exist_ok=True)
-                self.progress = Progress(path)
+                # once more: another recorder may have come and gone
+                _claim(path, overwrite=overwrite or resume)
+                if not resume:
+                    _clear(path)
+                    (path / files.SEGMENTS).mkdir(exist_ok=True)
+                self.progress = Progress(path, None if resume else 0)
         except BaseException:
             self.lock.release()
             raise
         self.committed_steps = 0
+        self._next_segment = 0
         self._segments: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
         self._initial: dict[str, Any] = {}
@@ -120,20 +127,50 @@ class MemoryWriter:
             self._initial = written.to_json()
             self._write_manifest(description, closed=False)
 
+    def rewind(self, left: Remainder, description: dict[str, Any]) -> None:
+        """Take up the memory that is there, cut back to what is left of it.
+
+        The order makes it safe to die at any point: first the new file that ends at the cut, then
+        the manifest that names it in place of others, and only then are those taken away.
+        """
+        directory = self.path / files.SEGMENTS
+        with _refusing(self.path):
+            directory.mkdir(exist_ok=True)
+            numbers = [int(f.stem) for f in _numbered(self.path) if f.parent == directory]
+            self._next_segment = 1 + max(numbers, default=-1)
+            self._initial, self._snapshots = left.initial, left.snapshots
+            self._segments = list(left.segments)
+            if left.cut is not None:
+                self._segments.append(
+                    self._write_segment(left.cut.tensors, left.cut.metadata)
+                    | {"rows": left.cut.rows}
+                )
+            self.committed_steps = left.step
+            self._write_manifest(description, closed=False)
+            named = {files.SEGMENTS: self._segments, files.SNAPSHOTS: self._snapshots}
+            for file in _numbered(self.path):
+                if all(file.name != entry["file"] for entry in named[file.parent.name]):
+                    file.unlink()
+            self.progress.close()
+            self.progress = Progress(self.path, left.step)
+
     def commit(self, content: SegmentContent, description: dict[str, Any]) -> None:
         """Write a segment and make it part of the memory."""
-        name = f"{len(self._segments):06d}.safetensors"
-        directory = self.path / files.SEGMENTS
-        written = write_tensor_file(directory / name, content.tensors(), content.metadata())
-        files.sync_directory(directory)
-        entry = written.to_json() | {
-            "first_step": content.first_step,
-            "steps": content.steps,
-            "rows": content.rows,
-        }
+        entry = self._write_segment(content.tensors(), content.metadata()) | {"rows": content.rows}
         self._write_manifest(description, closed=False, segment=entry)
         self._segments.append(entry)
         self.committed_steps += content.steps
+
+    def _write_segment(
+        self, tensors: Sequence[TensorBytes], metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Write a segment's file under a name that no other has; the manifest's entry."""
+        directory = self.path / files.SEGMENTS
+        name = f"{self._next_segment:06d}.safetensors"
+        written = write_tensor_file(directory / name, tensors, metadata)
+        files.sync_directory(directory)
+        self._next_segment += 1
+        return written.to_json() | {k: metadata[k] for k in ("first_step", "steps")}
 
     def keep_snapshot(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Write all weights of a step beside the segments; named by the next commit."""
@@ -205,8 +242,9 @@ def _claim(path: Path, *, overwrite: bool) -> None:
         return
     if files.MANIFEST in names:
         raise RecordingError(
-            f"{path} already holds a recorded memory; nothing was touched. Choose another path, or "
-            "pass overwrite=True to delete that memory and record anew"
+            f"{path} already holds a recorded memory; nothing was touched. Choose another path, "
+            "pass resume=True to go on from the step your model is at, or overwrite=True to "
+            "delete that memory and record anew"
         )
     if _numbered(path):
         raise RecordingError(

@@ -9,7 +9,7 @@ down every so many steps. Buffers (running statistics) are written down whenever
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,12 @@ class StepAccounts:
         self._left = budget
         self._states: dict[str, Accumulated] = {}
         self.since: dict[str, int] = {}
+
+    def restore(self, name: str, kept: int, since: int | None, state: Accumulated | None) -> None:
+        """A resumed run: so many bytes are kept of a parameter, or its learned part since then."""
+        self._left -= kept
+        if state is not None and since is not None:
+            self._states[name], self.since[name] = state, since
 
     def keep(
         self,
@@ -98,6 +104,12 @@ class BufferWatch:
         self._last = dict(self.values)
         self._seen: dict[str, tuple[int, int]] = {}
         self.changed: set[str] = set()
+
+    def restore(self, values: Mapping[str, Tensor], changed: Collection[str]) -> bool:
+        """A resumed run: the values last recorded. False if the model's buffers differ now."""
+        same = all(torch.equal(now, values[name]) for name, now in self.values.items())
+        self._last, self.changed = dict(values), set(changed)
+        return same
 
     def describe(self) -> list[dict[str, Any]]:
         """The manifest's entries."""

@@ -4,13 +4,15 @@ Two questions per parameter, both answered on a random direction v drawn once pe
 generator (Freivalds' check: a wrong matrix agrees on a random vector with probability zero):
 
 1. Is the gradient the sum of the recorded patterns?   grad·v = κ Σ_t δ_t (x_t·v)   This also yields
-   κ, the factor that clipping or unscaling has put in.
-2. Did the weights move as the learning rule says?     W·v follows its own recursion, in float64;
-   every step a part of the rows is compared with the real weights, so that a tampered weight is
-   found within `TURNS` steps and all are compared at every commit.
+   κ, the factor that clipping or unscaling has put in. Of a large weight a part of the rows is
+   looked at, another at every step: reading all of them costs as much as the rest of the audit.
+2. Did the weights move as the learning rule says?     W·v follows its own recursion, in float64,
+   moved by what the patterns say, and is compared with the real weights whenever a fingerprint is
+   taken, every `FINGERPRINT_EVERY` steps at least: there a tampered weight is found, or an edited
+   gradient that question 1 did not look at.
 
-The cost is one matrix-vector product per parameter and step. Rounding is not tampering: the bounds
-below are several times what honest float arithmetic shows, and far below what any edit would.
+Rounding is not tampering: the bounds below are several times what honest float arithmetic shows,
+and far below what any edit would.
 
 Two traps. Along v the gradient of a layer with one output is a single number, and a fitted κ would
 explain any: a weight of fewer than `FEW_ROWS` rows is therefore compared entry by entry. Only a
@@ -26,6 +28,7 @@ from the real weights. The buffer's prediction goes on: momentum below 1 forgets
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import sqrt
 
 import numpy as np
@@ -60,8 +63,20 @@ FEW_ROWS = 4
 UNMEASURABLE = 1 / 16
 """A sum this many times its own bound is rounding alone: no factor above 1 is taken from it."""
 
-TURNS = 16
-"""In how many steps all rows of a large parameter are compared with their prediction."""
+BLOCK = 1 << 16
+"""How many entries are widened to float64 at a time."""
+
+LARGE = 1 << 16
+"""From this many entries on a gradient is looked at in parts."""
+
+PARTS = 4
+"""In how many steps all rows of a large gradient are looked at."""
+
+FAIR_SHARE = 4 * PARTS
+"""A part of the rows must have this fraction of the whole (squared) to be looked at alone."""
+
+RECENT = 16
+"""For how many steps a measured gross sum stands for the next ones."""
 
 
 Transition = tuple[float, float, float, float, float, float]
@@ -77,46 +92,68 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
 
 
-def epsilon(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps)
+EPSILON = {
+    dtype: float(torch.finfo(dtype).eps)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+"""The relative rounding of each type of numbers."""
 
 
 class ParameterAudit:
     """One parameter's random direction, what its patterns sum to, where its weights should be."""
 
     def __init__(
-        self, parameter: Tensor, momentum: Tensor | None, generator: torch.Generator
+        self,
+        parameter: Tensor,
+        momentum: Tensor | None,
+        generator: torch.Generator,
+        directions: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         matrix = as_matrix(parameter.detach())
         rows, width = matrix.shape
-        self.probe64 = (
-            torch.randn(width, generator=generator, dtype=torch.float64) / sqrt(width)
-            if width > 1
-            else torch.ones(width, dtype=torch.float64)
-        )
-        self.sketch64 = torch.randn(rows, generator=generator, dtype=torch.float64) / sqrt(
-            rows or 1
-        )
+        self.probe64, self.sketch64 = directions or _directions(rows, width, generator)
         exact = parameter.dtype in (torch.float32, torch.float64)
         self.probe = self.probe64.to(parameter.device, parameter.dtype if exact else torch.float32)
         self.width = width
+        self._root_width = sqrt(width) if rows >= FEW_ROWS else 1.0
         self.entrywise = rows < FEW_ROWS and width > 1
         self.tiny = float(torch.finfo(parameter.dtype).tiny)
         self.gradient_tiny = float(torch.finfo(self.probe.dtype).tiny)
-        self.eps = epsilon(parameter.dtype)
+        self.eps = EPSILON[parameter.dtype]
         self.gradient_eps = self.eps  # grows if a lower precision computes the gradient (autocast)
         self.sketch = self.sketch64.numpy()
+        self.parts = PARTS if rows * width >= LARGE and rows >= 16 * PARTS else 1
         self.weights = self.project(parameter)
         self.momentum = np.zeros(rows) if momentum is None else self.project(momentum)
-        self.spread = self.ever = self._largest_row(matrix)  # since the anchor; of all times
+        self.expected = np.zeros(rows * (width if self.entrywise else 1))
+        self.projected = np.zeros(rows)
+        self.spread = self.ever = largest_row(matrix)  # since the anchor; of all times
         self.steps = 0  # since the prediction last started from the real weights, as are the next:
-        self.travel = 0.0  # √Σ of what moved, squared
+        self.travel = 0.0  # Σ of what moved, squared
         self.path = 0.0  # Σ of what moved, for as long as it acts
         self.has_patterns = False  # whether there ever were any
         self._gradient: Tensor | None = None
+        self._recent, self._age = 0.0, 0  # the last gross sum measured, and how long ago that was
+        self._unsized: list[Rows] = []  # seen, and not yet in `_gross`
+        self._seen = slice(None)  # the rows of the gradient last looked at
+        self._ones = self.probe.new_empty(2, 0)
         self.initial_share = (1.0, 0.0, 0.0, 1.0)  # how much of (W_0, m_0) is in (W, m) now
         self.first = 0
         self.forget(0)
+
+    def place(
+        self,
+        weights: NDArray[np.float64],
+        momentum: NDArray[np.float64],
+        expected: NDArray[np.float64],
+        projected: NDArray[np.float64],
+    ) -> None:
+        """Keep the numbers in arrays given, [d0] each."""
+        np.copyto(weights, self.weights)
+        np.copyto(momentum, self.momentum)
+        self.weights, self.momentum, self.projected = weights, momentum, projected
+        if not self.entrywise:
+            self.expected = expected
 
     # -- question 1: the gradient ---------------------------------------------------------------
 
@@ -124,28 +161,74 @@ class ParameterAudit:
         """The gradient was reset: what accumulates from here on began at `step`."""
         self.first = step
         self.uses = 0
-        self.expected = np.zeros(len(self.sketch) * (self.width if self.entrywise else 1))
-        self.gross = 0.0
+        self.expected.fill(0.0)
+        self._gross = 0.0
+        self._unsized.clear()
 
-    def see(self, part: Tensor, gross: float, eps: float) -> None:
-        """Patterns that will be in the gradient: their Σ δ (x·v), and how large its terms are.
+    def see(self, part: Tensor, rows: Rows, eps: float, offset: int = 0) -> None:
+        """Patterns that will be in the gradient: their Σ δ (x·v), and where they are kept.
 
-        Σ δ x, flat, where entries are compared.
+        Σ δ x, flat, where entries are compared. `offset`: the first row they are for.
         """
-        self.expected += part.cpu().numpy()
-        self.gross += gross
-        self.gradient_eps = max(self.gradient_eps, eps)
+        seen = part.cpu().numpy()
+        if len(seen) == len(self.expected):
+            self.expected += seen
+        else:  # a layer that is some rows of this parameter
+            start = offset * self.width if self.entrywise else offset
+            self.expected[start : start + len(seen)] += seen
+        self._unsized.append(rows)
+        if eps > self.gradient_eps:
+            self.gradient_eps = eps
         self.uses += 1
         self.has_patterns = True
 
-    def gradient_projection(self, gradient: Tensor) -> NDArray[np.float64]:
-        """grad·v, [d0]. Where entries are compared, `explain` will look at the gradient itself."""
-        self._gradient = gradient.detach() if self.entrywise and self.has_patterns else None
+    def look_at(self, gradient: Tensor, step: int | None = None) -> None:
+        """Put grad·v into `projected`, [d0]; given a step, only the rows whose turn it is.
+
+        What is not looked at is taken to be what the patterns sum to. Where entries are compared,
+        `explain` will look at the gradient itself.
+        """
+        gradient = gradient.detach()
+        self._gradient = gradient if self.entrywise and self.has_patterns else None
+        self._seen = slice(None)
         if self.width == 1:
-            # a copy: the optimizer may overwrite the gradient (foreach, fused)
-            return gradient.detach().reshape(-1).double().cpu().numpy().copy()
-        projected = torch.mv(as_matrix(gradient.detach()).to(self.probe.dtype), self.probe)
-        return projected.double().cpu().numpy()
+            self._into_projected(gradient.reshape(-1))
+            return
+        matrix = as_matrix(gradient)
+        if step is not None and self.parts > 1:
+            turn = (step + step // self.parts) % self.parts  # edits every so many steps meet it
+            rows = len(matrix)
+            part = slice(rows * turn // self.parts, rows * (turn + 1) // self.parts)
+            if self._can_stand_for_all(self.expected[part]):
+                self._seen, matrix = part, matrix[part]
+                np.copyto(self.projected, self.expected)
+        self._into_projected(torch.mv(matrix.to(self.probe.dtype), self.probe))
+
+    def _can_stand_for_all(self, part: NDArray[np.float64]) -> bool:
+        """Whether κ can be told from these rows: those of silent units would explain any factor.
+
+        And whether the patterns tell what the other rows are: a gradient of lower precision than
+        the weights (autocast) was rounded, and moves them by what it is, not by what it should be.
+        """
+        if self.gradient_eps > self.eps:
+            return False
+        return FAIR_SHARE * float(part.dot(part)) >= float(self.expected.dot(self.expected)) > 0
+
+    @property
+    def sketched(self) -> float:
+        """u·(grad v), for the log."""
+        return float(self.sketch.dot(self.projected))
+
+    def _into_projected(self, values: Tensor) -> None:
+        if values.dtype == torch.bfloat16:  # numpy has none
+            values = values.float()
+        self.projected[self._seen] = values.cpu().numpy()
+
+    def ones_and(self, patterns: int) -> Tensor:
+        """A row of ones and a row to write to, [2, n]; the same tensor as long as n stays."""
+        if self._ones.shape[1] != patterns:
+            self._ones = torch.ones(2, patterns, dtype=self.probe.dtype, device=self.probe.device)
+        return self._ones
 
     @property
     def is_finite(self) -> bool:
@@ -155,39 +238,75 @@ class ParameterAudit:
     @property
     def expects_nothing(self) -> bool:
         """Whether the patterns seen sum to zero, up to rounding: an input of zeros, say."""
-        return self.uses > 0 and _norm(self.expected) <= self._gradient_bound
+        return self.uses > 0 and _norm(self.expected) <= self.gradient_bound
 
     @property
-    def _gradient_bound(self) -> float:
+    def gradient_bound(self) -> float:
         """Relative rounding; and below the smallest normal number all rounding is absolute."""
+        return self.bound_of(self.rounding)
+
+    def bound_of(self, rounding: float) -> float:
         slack = SLACK_GRADIENT if self.gradient_eps < 1e-5 else SLACK_16_BITS
-        return slack * self.gradient_eps * self.gross + self.gradient_tiny
+        return slack * rounding + self.gradient_tiny
+
+    @property
+    def gross(self) -> float:
+        """Σ ‖δ‖‖x‖ over the patterns seen: what the rounding of their sum scales with."""
+        while self._unsized:
+            rows = self._unsized.pop()
+            size = sqrt(rows.patterns) if self.width == 1 else rows.size_of_keys / self._root_width
+            self._gross += rows.size_of_error_signals * size
+            self._recent, self._age = self._gross, 0
+        return self._gross
+
+    @property
+    def recent_rounding(self) -> float:
+        """About what `rounding` is, by the last few steps: no need to measure it every time."""
+        self._age += 1
+        return self.gradient_eps * self._recent if self._age < RECENT else 0.0
+
+    def settle(self, step: int) -> None:
+        """Take the sizes of rows of earlier steps, before their place is used for others."""
+        if self._unsized and self._unsized[0].step < step:
+            self._gross = self.gross
+
+    @property
+    def rounding(self) -> float:
+        """What the sum of all patterns may be off by, if each part is rounded once."""
+        return self.gradient_eps * self.gross
 
     @property
     def clarity(self) -> float:
         """How far what the patterns sum to stands above its own rounding."""
-        rounding = self.gradient_eps * self.gross
-        return _norm(self.expected) / rounding if rounding else 0.0
+        return _norm(self.expected) / self.rounding if self.gross else 0.0
 
     def allows(self, measured: float, other: float) -> bool:
         """Whether a factor other than the one measured explains the gradient as well."""
-        bound = self._gradient_bound * max(abs(measured), abs(other))
+        bound = self.gradient_bound * max(abs(measured), abs(other))
         return abs(measured - other) * _norm(self.expected) <= bound
 
-    def explain(self, projected: NDArray[np.float64]) -> float:
-        """κ with grad·v = κ Σ δ (x·v), or `Unexplained`; `projected` is what was projected last.
+    def explain(self) -> float:
+        """κ with grad·v = κ Σ δ (x·v), or `Unexplained`, for the gradient last looked at.
 
         κ is measured even where 1 would do: where patterns nearly cancel, or in 16 bits, rounding
         could hide a clipped gradient.
         """
-        expected, bound = self.expected, self._gradient_bound
         if self.entrywise:
-            projected = self._entries()
+            return self._factor(self._entries(), self.expected)
+        kappa = self._factor(self.projected[self._seen], self.expected[self._seen])
+        if kappa != 1.0 and self._seen != slice(None):
+            seen = self.projected[self._seen].copy()
+            np.multiply(self.expected, kappa, out=self.projected)
+            self.projected[self._seen] = seen
+        return kappa
+
+    def _factor(self, projected: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+        bound = self.gradient_bound
         if not (np.isfinite(projected).all() and np.isfinite(expected).all()):
             raise Unexplained("its gradient is not finite (NaN or infinite)")
         size = _norm(expected)
         kappa = float(expected.dot(projected)) / size**2 if size > 1e-150 else 1.0
-        if abs(kappa - 1.0) * size <= SNAP * self.gradient_eps * self.gross:
+        if abs(kappa - 1.0) * size <= SNAP * self.rounding:
             kappa = 1.0
         residual = _norm(projected - kappa * expected)
         if residual <= bound * abs(kappa) and (abs(kappa) <= 1.0 or size > UNMEASURABLE * bound):
@@ -207,51 +326,39 @@ class ParameterAudit:
     def _entries(self) -> NDArray[np.float64]:
         """The entries of the gradient projected last, flat."""
         gradient, self._gradient = self._gradient, None
-        assert gradient is not None, "explain() goes with the gradient_projection() before it"
+        assert gradient is not None, "explain() goes with the look_at() before it"
         return gradient.reshape(-1).double().cpu().numpy()
 
     # -- question 2: the weights ----------------------------------------------------------------
 
-    def advance(self, transition: Transition, projected: NDArray[np.float64]) -> None:
-        """One step of the learning rule, seen along v."""
-        ww, wm, mw, mm, nw, nm = transition
-        pull = change = nw * projected
-        if wm:
-            change = change + wm * self.momentum
-        if ww != 1.0:
-            change = change + (ww - 1.0) * self.weights
-        if nm or mw or mm != 1.0:
-            self.momentum = mm * self.momentum + nm * projected
-            if mw:
-                self.momentum += mw * self.weights
-        self.weights = self.weights + change
-        moved = float(change.dot(change)) + float(pull.dot(pull))
-        self.travel = sqrt(self.travel**2 + moved)
+    def advance(self, transition: Transition) -> None:
+        """One step of the learning rule, seen along v, by the gradient last looked at."""
+        change, pull = advance_along(self.weights, self.momentum, self.projected, transition)
+        self.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
+
+    def count(self, transition: Transition, moved: float) -> None:
+        """A step was made in which this much moved, squared."""
+        ww, wm, mw, mm, _, _ = transition
+        self.travel += moved
         self.path += sqrt(moved) / (max(1.0 - mm, 1e-3) if wm else 1.0)
         self.steps += 1
-        share = self.initial_share
-        self.initial_share = (
-            ww * share[0] + wm * share[2],
-            ww * share[1] + wm * share[3],
-            mw * share[0] + mm * share[2],
-            mw * share[1] + mm * share[3],
-        )
+        a, b, c, d = self.initial_share
+        self.initial_share = (ww * a + wm * c, ww * b + wm * d, mw * a + mm * c, mw * b + mm * d)
 
-    def compare(self, parameter: Tensor, low: int = 0, high: int | None = None) -> None:
-        """Raise `Unexplained` unless the real weights (some rows) are where the rule puts them.
+    def compare(self, parameter: Tensor, fingerprint: NDArray[np.float64] | None = None) -> None:
+        """Raise `Unexplained` unless the weights are where the rule puts them.
 
-        All rows are compared every `ANCHOR` steps, and if they pass, prediction starts from them.
+        Their `fingerprint` W v is taken if it is not given. If `ANCHOR` steps have passed and all
+        is well, prediction starts again from it.
         """
-        matrix = as_matrix(parameter.detach())
+        real = self.project(parameter) if fingerprint is None else fingerprint
         anchor = self.steps >= ANCHOR
-        if anchor or high is None:
-            low, high = 0, len(matrix)
-            largest = self._largest_row(matrix)
+        if anchor:
+            largest = largest_row(as_matrix(parameter.detach()))
             self.spread = max(self.spread, largest)
             self.ever = max(self.ever, largest)
-        real = (matrix[low:high].to(self.probe.dtype) @ self.probe).cpu().numpy()
-        off = float(np.abs(real - self.weights[low:high]).max(initial=0.0))
-        bound = self._weights_bound
+        off = float(np.abs(real - self.weights).max(initial=0.0))
+        bound = self.weights_bound
         if not off <= bound:
             raise Unexplained(
                 f"its weights are {off:.3g} away from where the learning rule puts them (rounding "
@@ -259,99 +366,120 @@ class ParameterAudit:
                 "optimizer not what it says?"
             )
         if anchor:
-            self.weights, self.spread = real.astype(np.float64), largest
+            np.copyto(self.weights, real)
+            self.spread = largest
             self.travel = self.path = 0.0
             self.steps = 0
 
     @property
-    def _weights_bound(self) -> float:
+    def weights_bound(self) -> float:
         """What scatters, what is lost, what is held rounded; below the smallest number, all is.
 
         Weights that decayed to nothing still feel what was rounded when they were large.
         """
-        scatter = SLACK_WEIGHTS * sqrt(self.steps + 1) * (self.spread + self.travel)
+        scatter = SLACK_WEIGHTS * sqrt(self.steps + 1) * (self.spread + sqrt(self.travel))
         lost = SLACK_LOST * self.steps * self.spread
         held = SLACK_HELD * self.path
         return self.eps * (scatter + lost + held + self.eps * self.ever) + self.tiny
 
-    def has_moved(
-        self, parameter: Tensor, transition: Transition, projected: NDArray[np.float64]
-    ) -> bool:
+    def has_moved(self, parameter: Tensor, transition: Transition) -> bool:
         """Whether the real weights look like after this step rather than before it."""
         ww, wm, _, _, nw, _ = transition
-        after = ww * self.weights + wm * self.momentum + nw * projected
+        after = ww * self.weights + wm * self.momentum + nw * self.projected
         real = self.project(parameter)
         return _norm(real - after) < _norm(real - self.weights)
 
     def project(self, tensor: Tensor) -> NDArray[np.float64]:
-        """The fingerprint W v in float64, [d0]."""
-        flat = as_matrix(tensor.detach()).cpu()
-        return (flat.double() @ self.probe64).numpy()
+        """The fingerprint W v in float64, [d0].
 
-    def _largest_row(self, matrix: Tensor) -> float:
-        if not matrix.numel():
-            return 0.0
-        width = matrix.shape[1]
-        return float(torch.linalg.vector_norm(matrix.float(), dim=1).max()) / sqrt(width)
+        A few rows at a time, so that what is widened to float64 stays in the processor's cache.
+        """
+        matrix = as_matrix(tensor.detach()).cpu()
+        result = torch.empty(len(matrix), dtype=torch.float64)
+        if matrix.dtype == torch.float64:
+            torch.mv(matrix, self.probe64, out=result)
+        else:
+            height = BLOCK // max(1, self.width) + 1
+            for rows, part in zip(
+                torch.split(matrix, height), torch.split(result, height), strict=True
+            ):
+                torch.mv(rows.double(), self.probe64, out=part)
+        return result.numpy()
 
 
-def see_patterns(
-    weight: ParameterAudit | None, bias: ParameterAudit | None, keys: Tensor, error_signals: Tensor
-) -> None:
-    """Tell a layer's weight and bias (where they are trained) of patterns on their way to `.grad`.
+def largest_row(matrix: Tensor) -> float:
+    """The largest row's root-mean-square: about the size of an entry of W v."""
+    if not matrix.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(matrix.float(), dim=1).max()) / sqrt(matrix.shape[1])
 
-    The bias's key is the constant 1, so one product serves both: [1, x·v]ᵀ δ.
+
+def _directions(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """v [width] and u [rows]."""
+    probe = torch.ones(width, dtype=torch.float64)
+    if width > 1:
+        probe = torch.randn(width, generator=generator, dtype=torch.float64) / sqrt(width)
+    return probe, torch.randn(rows, generator=generator, dtype=torch.float64) / sqrt(rows or 1)
+
+
+class Rows:
+    """Patterns as kept for writing, [n, d]. Sizes are seldom needed, and taken when they are.
+
+    Error signals in 16 bits may have `scales` [n]. `dtype` is None where the two are not alike.
     """
-    either = weight or bias
-    if either is None:
-        return
-    eps = epsilon(error_signals.dtype)
-    precise = either.probe.dtype
-    keys, error_signals = keys.to(precise), error_signals.to(precise)
-    size = _size(error_signals)
-    ones = torch.ones(len(keys), dtype=precise, device=keys.device)
-    if weight is None:
-        sums = ones[None] @ error_signals
-    elif weight.entrywise:
-        sums = ones[None] @ error_signals
-        weight.see((error_signals.T @ keys).reshape(-1), size * _size(keys), eps)
-    else:
-        projected = torch.mv(keys, weight.probe)
-        sums = torch.stack((ones, projected)) @ error_signals
-        weight.see(sums[1], size * _size(keys) / sqrt(max(1, weight.width)), eps)
-    if bias is not None:
-        bias.see(sums[0], size * sqrt(len(keys)), eps)
+
+    offset = bias_offset = 0  # of the layer's rows in its weight, of its entries in its bias
+
+    def __init__(
+        self, step: int, keys: Tensor, error_signals: Tensor, scales: Tensor | None = None
+    ) -> None:
+        self.step = step
+        self.patterns = len(keys)
+        self.keys, self.error_signals, self._scales = keys, error_signals, scales
+        alike = scales is None and keys.dtype == error_signals.dtype
+        self.dtype = keys.dtype if alike else None
+
+    @cached_property
+    def size_of_keys(self) -> float:
+        return _size(self.keys)
+
+    @cached_property
+    def size_of_error_signals(self) -> float:
+        if self._scales is not None:
+            return _size(self.error_signals.float() * self._scales[:, None])
+        return _size(self.error_signals)
+
+
+def advance_along(
+    weights: NDArray[np.float64],
+    momentum: NDArray[np.float64],
+    gradient: NDArray[np.float64],
+    transition: Transition,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """W and m, in place; returns what W changed by, and what of it is the gradient's pull."""
+    ww, wm, mw, mm, nw, nm = transition
+    pull = nw * gradient
+    change = pull + wm * momentum if wm else pull
+    if ww != 1.0:
+        change = change + (ww - 1.0) * weights
+    if nm or mw or mm != 1.0:
+        momentum *= mm
+        momentum += gradient if nm == 1.0 else nm * gradient
+        if mw:
+            momentum += mw * weights
+    weights += change
+    return change, pull
 
 
 def _size(rows: Tensor) -> float:
     """The Frobenius norm, by the cheapest way there is."""
     flat = rows.reshape(-1)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
     square = float(torch.dot(flat, flat))
     if not 1e-30 < square < 1e30:  # near the ends of float32's range
         square = float(torch.dot(flat.double(), flat.double()))
     return sqrt(square)
-
-
-class Rota:
-    """Which rows of which parameters are compared at which step, evenly spread over `TURNS`."""
-
-    def __init__(self, sizes: dict[str, tuple[int, int]]) -> None:
-        total = sum(rows * width for rows, width in sizes.values())
-        share = max(1, total // TURNS)
-        self._turns: list[list[tuple[str, int, int]]] = [[] for _ in range(TURNS)]
-        done = 0
-        for name, (rows, width) in sizes.items():
-            low = 0
-            while low < rows:
-                turn = min(TURNS - 1, done // share)
-                left = share * (turn + 1) - done if turn < TURNS - 1 else total
-                high = min(rows, low + max(1, left // max(1, width)))
-                self._turns[turn].append((name, low, high))
-                done += (high - low) * width
-                low = high
-
-    def at(self, step: int) -> list[tuple[str, int, int]]:
-        return self._turns[step % TURNS]
 
 
 def _norm(vector: NDArray[np.float64]) -> float:

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from dualform.layers import Layer, as_patterns
+from dualform.layers import Layer, as_patterns, is_recordable
 
 OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
 """Called with layer, keys [n, d_in], error signals [n, d_out], leading shape, context, backward."""
+
+OnCall = Callable[[Any, Any, Any], None]
+"""Called with a module's positional and keyword arguments, and what it returned."""
 
 
 class Capture:
@@ -42,22 +45,36 @@ class Capture:
         context: Callable[[Layer], Any],
         on_patterns: OnPatterns,
     ) -> None:
-        self._layers = {id(module): (layer, module) for layer, module in layers.items()}
-        self._context = context
-        self._on_patterns = on_patterns
+        self._layers = {
+            id(module): (layer, module)
+            for layer, module in layers.items()
+            if is_recordable(module)  # else it is a weight that other code uses
+        }
+        self.context = context
+        self.on_patterns = on_patterns
         self._active = True
+        self._forgotten: set[Layer] = set()
+        self.others: dict[int, OnCall] = {}
+        """Other modules to look at, by identity, and who does."""
+        self.mark: Callable[[Node], None] | None = None
+        """If asked for: told the graph's node of every output seen."""
         self._nodes: dict[int, tuple[tuple[torch.dtype, torch.device], Node]] = {}
         for module in layers:
             for parameter in layers[module].parameters():
                 if parameter.requires_grad:  # now: inside torch.func transforms it cannot be asked
-                    self._node(parameter)
+                    self.node(parameter)
         self._handle = torch_module.register_module_forward_hook(self._forward, with_kwargs=True)
 
     def forget(self, layer: Layer) -> None:
         """Stop looking at a layer."""
         self._layers = {k: v for k, v in self._layers.items() if v[0] != layer}
+        self._forgotten.add(layer)
 
-    def _node(self, parameter: Tensor) -> Node:
+    def wants(self, layer: Layer) -> bool:
+        """Whether patterns of the layer are still of interest."""
+        return self._active and layer not in self._forgotten
+
+    def node(self, parameter: Tensor) -> Node:
         """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
         known = self._nodes.get(id(parameter))
         if known is not None and known[0] == (parameter.dtype, parameter.device):
@@ -76,27 +93,35 @@ class Capture:
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         entry = self._layers.get(id(module))
-        if entry is None or not isinstance(output, Tensor) or not output.requires_grad:
+        if entry is None:
+            other = self.others.get(id(module))
+            if other is not None:
+                other(args, kwargs, output)
+            return
+        if not isinstance(output, Tensor) or not output.requires_grad:
             return
         layer, _ = entry
-        trained = [
-            p
-            for p in (module.weight, module.bias)
-            if isinstance(p, nn.Parameter) and p.requires_grad
+        parameters = module._parameters
+        weight = parameters["weight"]
+        nodes = [
+            self.node(p) for p in (weight, parameters["bias"]) if p is not None and p.requires_grad
         ]
-        if not trained:
+        if not nodes or weight is None:
             return
-        nodes = [self._node(p) for p in trained]
         key = (args[0] if args else kwargs["input"]).detach()
-        if not module.weight.requires_grad:  # then autograd does not guard it from in-place edits
+        if not weight.requires_grad:  # then autograd does not guard it from in-place edits
             key = key.clone()
         if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
             key = key.to(output.dtype)
-        context = self._context(layer)
+        if self.mark is not None and output.grad_fn is not None:
+            self.mark(output.grad_fn)
+        context = self.context(layer)
 
         def backward(error_signal: Tensor) -> None:
-            if self._active and any(map(_will_accumulate, nodes)):
-                self._on_patterns(
+            if self._forgotten and layer in self._forgotten:
+                return
+            if self._active and any(map(will_accumulate, nodes)):
+                self.on_patterns(
                     layer,
                     as_patterns(layer.kind, key),
                     as_patterns(layer.kind, error_signal),
@@ -108,7 +133,7 @@ class Capture:
         output.register_hook(backward)  # type: ignore[no-untyped-call]
 
 
-def _will_accumulate(node: Node) -> bool:
+def will_accumulate(node: Node) -> bool:
     """Whether the backward pass now running will add to this parameter's `.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -13,6 +13,7 @@ from dualform.layers import Layer
 from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.writing import environment
 from dualform.recording.parameters import Parameters
+from dualform.recording.storage import Storage
 
 OWN_COLUMNS = {"position": "int", "microbatch": "int", "call": "int"}
 
@@ -23,6 +24,7 @@ def describe(
     layers: Sequence[Layer],
     kinds: Mapping[str, str],
     accumulated_since: Mapping[str, int],
+    storage: Storage,
 ) -> dict[str, Any]:
     """The manifest's entries on what was recorded; layers in the order of their first use."""
     columns = {"step": "int"} | dict(kinds) | OWN_COLUMNS
@@ -30,7 +32,7 @@ def describe(
         "environment": environment(),
         "optimizers": [_describe_optimizer(o) for o in optimizers],
         "columns": [[name, kind] for name, kind in columns.items()],
-        "layers": [_describe_layer(layer, parameters) for layer in layers],
+        "layers": [_describe_layer(layer, parameters, storage) for layer in layers],
         "parameters": [w.describe(accumulated_since.get(w.name)) for w in parameters],
     }
 
@@ -44,6 +46,11 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _describe_layer(layer: Layer, parameters: Parameters) -> dict[str, Any]:
+def _describe_layer(layer: Layer, parameters: Parameters, storage: Storage) -> dict[str, Any]:
     dtype = parameters.by_name[layer.weight].dtype
-    return dataclasses.asdict(layer) | {"dtype": str(dtype).removeprefix("torch.")}
+    stored = storage.dtype_of(dtype)
+    return dataclasses.asdict(layer) | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "stored": str(stored).removeprefix("torch."),
+        "error_signals": storage.keeps_error_signals(layer),
+    }

@@ -10,8 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
+from dualform.layers import NamePatterns
 from dualform.recording.recorder import Recorder
 from dualform.recording.sink import SEGMENT_BYTES
+from dualform.recording.storage import Storage, chosen
 
 STEP_BUDGET = 1 << 30
 SNAPSHOT_EVERY = 1000
@@ -22,8 +24,12 @@ def record(
     optimizers: Optimizer | Iterable[Optimizer],
     path: str | Path,
     *,
+    layers: NamePatterns = None,
+    error_signals: bool | str | Iterable[str] = True,
+    dtype: str = "float32",
     audit: str = "raise",
     overwrite: bool = False,
+    resume: bool = False,
     step_budget: int = STEP_BUDGET,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
@@ -39,9 +45,19 @@ def record(
 
     Args:
         optimizers: the optimizer, or a list of all that train this model.
+        layers: the layers whose patterns are kept, by name or pattern ("fc1", ["encoder.*"]); all
+            by default. Other trained parameters are accounted for step by step.
+        error_signals: of which layers they are kept: True, False, or name patterns such as
+            ["fc*"]. Keys alone are enough to `attend`; the parameters of such layers are accounted
+            for step by step, without patterns.
+        dtype: what patterns are stored in. "float32" keeps them exactly as training had them
+            (float64 stays float64); "float16" and "bfloat16" take half the bytes, and `verify`
+            measures what that loses. Training itself is the same.
         audit: "raise" stops at the first step that cannot be explained; "warn" goes on, and the
             memory remembers that it is not exact.
         overwrite: delete a memory that is already at `path`.
+        resume: go on with the memory at `path` from the step whose weights the model has, dropping
+            recorded steps after it; where there is no memory yet, one is begun.
         step_budget: bytes for gradients of parameters without patterns (norms, embeddings), which
             are kept step by step; beyond it only their learned part is, every `snapshot_every`
             steps.
@@ -54,6 +70,11 @@ def record(
         raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
     if audit not in ("raise", "warn"):
         raise RecordingError(f'audit={audit!r} was given; expected "raise" or "warn"')
+    if overwrite and resume:
+        raise RecordingError(
+            "overwrite=True and resume=True were both given: one deletes the memory, the other "
+            "goes on with it. Choose one"
+        )
     for name, value in (
         ("step_budget", step_budget + 1),
         ("snapshot_every", snapshot_every),
@@ -71,9 +92,12 @@ def record(
         model,
         listed,
         Path(path),
+        layers=layers,
         audit=audit,
         overwrite=overwrite,
+        resume=resume,
         step_budget=step_budget,
         snapshot_every=snapshot_every,
         segment_bytes=segment_bytes,
+        storage=Storage(dtype, chosen(error_signals)),
     )

@@ -6,16 +6,16 @@ carry W v and m v from the one to the other. The closer they are, the smaller an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch.optim import Optimizer
 
 from dualform.learning_rules import momentum_buffer
-from dualform.recording.parameters import Parameters
+from dualform.recording.parameters import Parameters, Watched
 
-FINGERPRINT_EVERY = 64
+FINGERPRINT_EVERY = 48
 """Most steps between one fingerprint and the next."""
 
 Array = np.ndarray[Any, Any]
@@ -31,17 +31,19 @@ class Fingerprints:
         self.last = 0
         """The number of updates when the last one was taken."""
 
-    def take(self, step: int) -> None:
-        """Project every parameter and its momentum buffer (NaN where there is none)."""
+    def take(self, step: int, compare: Callable[[Watched, Array], None]) -> None:
+        """Project every parameter and its momentum buffer (NaN where there is none).
+
+        `compare` is given each parameter's fingerprint to compare it with what was predicted.
+        """
         weights, momenta = {}, {}
         for watched in self._parameters:
-            weights[watched.name] = watched.audit.project(watched.parameter)
+            weights[watched.name] = projected = watched.audit.project(watched.parameter)
+            compare(watched, projected)
             buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)
             buffer = next((b for b in buffers if b is not None), None)
             momenta[watched.name] = (
-                np.full_like(weights[watched.name], np.nan)
-                if buffer is None
-                else watched.audit.project(buffer)
+                np.full_like(projected, np.nan) if buffer is None else watched.audit.project(buffer)
             )
         self._taken.append((step, weights, momenta))
         self.last = step

@@ -19,6 +19,7 @@ class Gradients:
         self._parameters = parameters
         self._sink = sink
         self._step = 0
+        self._backward = -1
         self._trained: dict[Layer, tuple[str, ...]] = {}
 
     def next_step(self) -> None:
@@ -27,6 +28,9 @@ class Gradients:
     def notice(self, layer: Layer, backward: int, step: int) -> int:
         """Before a backward pass adds to a layer's gradients: how many patterns are taken back."""
         self._step = step
+        if backward != self._backward:
+            self._backward = backward
+            self._parameters.audits.catch_up()  # with what earlier passes brought
         dropped = 0
         for watched in self._parameters.of_layer(layer):
             if watched.backward == backward or not watched.parameter.requires_grad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from dualform.errors import RecordingError
 from dualform.layers import Layer
 from dualform.learning_rules import momentum_buffer
 from dualform.recording.audit import ParameterAudit
+from dualform.recording.audits import Audits
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Watched:
     backward: int = -1  # the last backward pass that reached it
     seen: int = -1  # the last step with patterns of it
     spoiled: bool = False  # no longer where the learning rule puts it
+    resolved: bool = True  # whether the error signals of all its layers are kept
+    by_steps: bool = False  # used in ways that have no patterns
 
     def describe(self, accumulated_since: int | None) -> dict[str, Any]:
         """The manifest's entry."""
@@ -52,13 +55,19 @@ class Parameters:
     """Every parameter of the model, by identity and by name."""
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], optimizers: Iterable[Optimizer], seed: int
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        optimizers: Iterable[Optimizer],
+        seed: int,
+        directions: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         optimizers = list(optimizers)
         generator = torch.Generator().manual_seed(seed)
         buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
         self.by_name: dict[str, Watched] = {}
         self._by_id: dict[int, Watched] = {}
+        self._of_layer: dict[Layer, tuple[Watched, ...]] = {}
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise RecordingError(
@@ -71,25 +80,49 @@ class Parameters:
                     "parameters can be accounted for"
                 )
             momentum = buffers.get(id(parameter))
-            audit = ParameterAudit(parameter, momentum, generator)
+            audit = ParameterAudit(parameter, momentum, generator, (directions or {}).get(name))
             watched = Watched(
                 index, name, parameter, audit, momentum, parameter.shape, parameter.dtype
             )
             self.by_name[name] = self._by_id[id(parameter)] = watched
+        self._keeps: Callable[[Layer], bool] = lambda layer: True
+        self.audits = Audits([watched.audit for watched in self])
         for layer in layers:
-            for role, used in (("weight", layer.weight), ("bias", layer.bias)):
-                if used is not None:
-                    self.by_name[used].layers.append(layer)
-                    self.by_name[used].role = role
+            self.add(layer)
+
+    def add(self, layer: Layer) -> None:
+        """A layer that uses one or two of the parameters."""
+        for role, used in (("weight", layer.weight), ("bias", layer.bias)):
+            if used is not None:
+                watched = self.by_name[used]
+                watched.layers.append(layer)
+                watched.role = role
+                watched.resolved = watched.resolved and self._keeps(layer)
+
+    def resolve(self, keeps_error_signals: Callable[[Layer], bool]) -> None:
+        """Say which parameters patterns can account for: a sum needs all of its parts."""
+        self._keeps = keeps_error_signals
+        for watched in self:
+            watched.resolved = all(map(keeps_error_signals, watched.layers))
+
+    def keep_to_steps(self, layers: Iterable[Layer]) -> None:
+        """Layers that were not chosen: their parameters have no patterns, however they are used."""
+        for layer in layers:
+            for watched in self.of_layer(layer):
+                watched.by_steps = True
 
     def refuse_sharing(self, optimizers: Iterable[Optimizer]) -> None:
-        """Two optimizers may not train one parameter: each would keep a momentum of its own."""
+        """Two optimizers may not train one parameter: each would keep a momentum of its own.
+
+        Nor may they train one that is not the model's.
+        """
         owners: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers):
             for parameter in parameters_of(optimizer):
+                watched = self.of(parameter)
                 if owners.setdefault(id(parameter), number) != number:
                     raise RecordingError(
-                        f"parameter {self.of(parameter).name!r} is trained by two of the "
+                        f"parameter {watched.name!r} is trained by two of the "
                         "optimizers given; give each parameter to one optimizer"
                     )
 
@@ -110,8 +143,13 @@ class Parameters:
             )
         return watched
 
-    def of_layer(self, layer: Layer) -> list[Watched]:
-        return [self.by_name[name] for name in layer.parameters]
+    def of_layer(self, layer: Layer) -> tuple[Watched, ...]:
+        """The layer's parameters: its weight, and its bias if it has one."""
+        found = self._of_layer.get(layer)
+        if found is None:
+            found = tuple(self.by_name[name] for name in layer.parameters)
+            self._of_layer[layer] = found
+        return found
 
     def initial(self) -> Mapping[str, Tensor]:
         """What a memory keeps of every parameter as recording begins."""

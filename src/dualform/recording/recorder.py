@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,24 +27,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import AuditError, RecordingError
-from dualform.layers import Layer, find_layers
-from dualform.learning_rules import rule_of
+from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.accounts import BufferWatch, StepAccounts
-from dualform.recording.audit import see_patterns
+from dualform.recording.audit import ParameterAudit, Rows
 from dualform.recording.capture import Capture
 from dualform.recording.description import describe
 from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
 from dualform.recording.gradients import Gradients
+from dualform.recording.graph import GraphCapture, possible_names
 from dualform.recording.interrupts import Interrupts
-from dualform.recording.parameters import (
-    Parameters,
-    Watched,
-    is_reset,
-    parameters_of,
-)
+from dualform.recording.parameters import Parameters, Watched, is_reset
+from dualform.recording.resuming import Resumption, reopen, started
 from dualform.recording.sink import SETS, DiskSink, Extras, Sink
-from dualform.recording.steps import Steps
+from dualform.recording.steps import Steps, read_before_moving, unknown_rule
+from dualform.recording.storage import Storage
 from dualform.recording.tags import Tag, Tags, Visit
 
 logger = logging.getLogger("dualform")
@@ -70,17 +68,23 @@ class Recorder:
         optimizers: Sequence[Optimizer],
         path: Path,
         *,
+        layers: NamePatterns,
         audit: str,
         overwrite: bool,
+        resume: bool,
         step_budget: int,
         snapshot_every: int,
         segment_bytes: int,
+        storage: Storage,
     ) -> None:
         self._model, self._optimizers, self._path = model, list(optimizers), path
+        self._chosen = layers
         self._strict = audit == "raise"
-        self._overwrite = overwrite
+        self._overwrite, self._resume = overwrite, resume
+        self._phases: list[dict[str, Any]] = []
         self._snapshot_every = snapshot_every
         self._segment_bytes = segment_bytes
+        self._storage = storage
         self._accounts = StepAccounts(step_budget)
         self._lock = threading.RLock()
         self._interrupts = Interrupts()
@@ -202,13 +206,58 @@ class Recorder:
     # -- the beginning and the end --------------------------------------------------------------
 
     def _begin(self) -> None:
-        known_rules = self._know_rules()
-        self._layers = find_layers(self._model)
+        unknown = unknown_rule(self._optimizers)
+        if unknown is not None:
+            if self._strict:
+                raise AuditError(unknown[1])
+            self._not_exact(f"the learning rule of {unknown[0]} is not known")
+        found, others = find_layers(self._model), possible_names(self._model)
+        chosen = chosen_names((layer.name for layer in found), self._chosen, "layers", others)
+        self._layers = {la: module for la, module in found.items() if la.name in chosen}
+        self._storage.check(self._layers, others)
+        with ExitStack() as undo:
+            resumed = reopen(self._path, undo) if self._resume else None
+            for layer in [] if resumed is None else resumed.without_module(found):
+                if is_chosen(layer.name, self._chosen):
+                    self._layers[layer] = self._model
+            self._prepare(unknown is None, found, resumed)
+            if resumed is None:
+                self._writer = MemoryWriter(self._path, overwrite=self._overwrite)
+                undo.callback(self._writer.release)
+                self._phases = started(self._parameters)
+                initial: dict[str, Any] = dict(self._parameters.initial())
+                initial |= {f"buffers/{name}": b for name, b in self._buffers.values.items()}
+                self._writer.begin(initial, self._description())
+            else:
+                self._go_on(resumed)
+            self._sink: Sink = DiskSink(
+                self._writer,
+                self._gather,
+                lambda layer: self._parameters.by_name[layer.weight].dtype,
+                self._storage,
+                segment_bytes=self._segment_bytes,
+                first_step=self._steps.step,
+            )
+            undo.pop_all()
+        self._gradients = Gradients(self._parameters, self._sink)
+        self._capture = Capture(self._layers, self._context, self._on_patterns)
+        self._graph = GraphCapture(
+            self._model, self._layers, self._parameters, self._capture, self._sink, self._chosen
+        )
+        self._handles = [o.register_step_pre_hook(self._before_step) for o in self._optimizers]
+        self._handles += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
+
+    def _prepare(
+        self, known_rules: bool, found: Iterable[Layer], resumed: Resumption | None
+    ) -> None:
+        """Look at the model and the optimizers; nothing is written."""
+        if resumed is not None:
+            resumed.compare(self._model, self._layers, strict=self._strict)
         seed = int.from_bytes(np.random.SeedSequence().generate_state(2).tobytes(), "little") >> 1
-        self._parameters = Parameters(self._model, self._layers, self._optimizers, seed)
-        for optimizer in self._optimizers:
-            for parameter in parameters_of(optimizer):
-                self._parameters.of(parameter)
+        directions = None if resumed is None else resumed.directions
+        self._parameters = Parameters(self._model, self._layers, self._optimizers, seed, directions)
+        self._parameters.resolve(self._storage.keeps_error_signals)
+        self._parameters.keep_to_steps(la for la in found if la not in self._layers)
         self._parameters.refuse_sharing(self._optimizers)
         self._model_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._buffers = BufferWatch(self._model)
@@ -223,43 +272,20 @@ class Recorder:
             unexplained_weights=self._unexplained_weights,
         )
         self._fingerprints = Fingerprints(self._parameters, self._optimizers)
-        self._writer = MemoryWriter(self._path, overwrite=self._overwrite)
-        try:
-            initial: dict[str, Any] = dict(self._parameters.initial())
-            initial |= {f"buffers/{name}": value for name, value in self._buffers.values.items()}
-            self._writer.begin(initial, self._description())
-            self._sink: Sink = DiskSink(
-                self._writer,
-                self._gather,
-                lambda layer: self._parameters.by_name[layer.weight].dtype,
-                segment_bytes=self._segment_bytes,
-            )
-        except BaseException:
-            self._writer.release()
-            raise
-        self._gradients = Gradients(self._parameters, self._sink)
-        self._capture = Capture(self._layers, self._context, self._on_patterns)
-        self._handles = [
-            handle
-            for optimizer in self._optimizers
-            for handle in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            )
-        ]
 
-    def _know_rules(self) -> bool:
-        for optimizer in self._optimizers:
-            try:
-                rule_of(optimizer)
-            except RecordingError as error:
-                if self._strict:
-                    raise AuditError(str(error)) from None
-                self._not_exact(f"the learning rule of {type(optimizer).__name__} is not known")
-                return False
-        return True
+    def _go_on(self, resumed: Resumption) -> None:
+        """A memory that is there: find the step, restore what was known then, cut it back."""
+        self._writer = resumed.writer
+        self._steps.step = self._fingerprints.last = resumed.find(self._parameters)
+        resumed.restore(
+            self._parameters, self._layers, self._accounts, self._tags, self._buffers, self._remarks
+        )
+        self._first_use = {layer: i for i, layer in enumerate(resumed.used(self._layers))}
+        self._exact, self._phases = resumed.memory.exact and self._exact, resumed.phases
+        resumed.rewind(self._description())
 
     def _remove_hooks(self) -> None:
+        self._graph.remove()
         self._capture.remove()
         for handle in self._handles:
             handle.remove()
@@ -309,22 +335,21 @@ class Recorder:
             self._dropped += self._gradients.notice(layer, backward, step)
             self._differentiated = True
             microbatch = self._backwards.setdefault(backward, len(self._backwards))
-            visit = Visit(step, microbatch, call, shape, tag)
-            self._sink.append(layer, keys, error_signals, visit)
-            weight = self._parameters.by_name[layer.weight]
-            bias = None if layer.bias is None else self._parameters.by_name[layer.bias]
             trained = [w for w in self._parameters.of_layer(layer) if w.parameter.requires_grad]
             change = self._gradients.change_of_trained(layer, trained)
             if change is not None:
                 self._unexplained_gradient(trained[0], change)
+            audits: dict[str | None, ParameterAudit] = {}
             for watched in trained:
                 watched.seen = step
-            see_patterns(
-                weight.audit if weight in trained else None,
-                bias.audit if bias is not None and bias in trained else None,
-                keys,
-                error_signals,
-            )
+                if watched.resolved:
+                    audits[watched.name] = watched.audit
+            visit = Visit(step, microbatch, call, shape, tag)
+            rows = Rows(step, *self._sink.append(layer, keys, error_signals, visit))
+            rows.offset, rows.bias_offset = layer.offset, layer.bias_offset
+            weight, bias = audits.get(layer.weight), audits.get(layer.bias)
+            if audits:
+                self._parameters.audits.see(weight, bias, keys, error_signals, rows)
 
     def _without_patterns(self, watched: Watched) -> None:
         """A layer whose parameters get gradients past its module: called functionally, compiled."""
@@ -343,19 +368,7 @@ class Recorder:
     # -- the optimizer's step -------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._read(optimizer)
-            return None
-
-        def closure_then_read() -> Any:
-            loss = closure()
-            self._read(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], closure_then_read, *args[2:]), kwargs
-        return args, kwargs | {"closure": closure_then_read}
+        return read_before_moving(lambda: self._read(optimizer), args, kwargs)
 
     def _read(self, optimizer: Optimizer) -> None:
         self._interrupts.hold()  # until the update is written down, in _after_step
@@ -382,16 +395,19 @@ class Recorder:
 
     def _close_step(self) -> None:
         """The step is over: its patterns and its log become part of the memory."""
+        self._parameters.audits.catch_up()
         for layer in self._sink.patterns_of_step():
             parts = self._parameters.of_layer(layer)
             if not any(map(self._steps.moved, parts)) and all(
                 is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts
             ):
                 self._dropped += self._sink.rewind(layer)
+        self._parameters.audits.settle(self._steps.step)
         record, gradients = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls, self._backwards = {}, {}
         self._gradients.next_step()
+        self._graph.next_step()
         self._sink.end_step(record, gradients, changed)
         if self._steps.step - self._fingerprints.last >= FINGERPRINT_EVERY:
             self._take_fingerprint()
@@ -414,10 +430,7 @@ class Recorder:
         )
 
     def _take_fingerprint(self) -> None:
-        """Compare all weights with their predictions, and keep what they look like."""
-        for watched in self._parameters:
-            self._steps.compare(watched)
-        self._fingerprints.take(self._steps.step)
+        self._fingerprints.take(self._steps.step, self._steps.compare)
 
     def _learned(self) -> dict[str, Tensor]:
         """Accumulated parameters: every `snapshot_every` steps, and at every commit if small."""
@@ -438,9 +451,15 @@ class Recorder:
     def _description(self) -> dict[str, Any]:
         layers = [la for la in self._first_use if la in self._layers]
         return describe(
-            self._optimizers, self._parameters, layers, self._tags.kinds, self._accounts.since
+            self._optimizers,
+            self._parameters,
+            layers,
+            self._tags.kinds,
+            self._accounts.since,
+            self._storage,
         ) | {
             "exact": self._exact,
+            "phases": self._phases,
             "remarks": list(self.remarks),
             "buffers": self._buffers.describe(),
         }

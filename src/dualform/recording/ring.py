@@ -1,4 +1,4 @@
-"""What is collected until it is written: rows in page-aligned memory, visits, logs, gradients.
+"""What is collected until it is written: rows in their regions, visits, logs, gradients.
 
 One `BufferSet` is being filled by the training thread while others wait for the writer. Why it is
 hard: the memory must be reused (fresh pages cost as much as the copying), must be given back where
@@ -7,23 +7,17 @@ layers come and go, and must stay whole if Ctrl-C strikes in the middle of growi
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dualform.layers import Layer
 from dualform.learning_rules import HYPERPARAMETERS
-from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
 from dualform.memory.writing import SegmentContent
+from dualform.recording.regions import Place
 from dualform.recording.tags import Visit, expand
-
-HUGE = 8 << 20
-"""From this many bytes on a region asks for huge pages."""
 
 
 class StepRecord(NamedTuple):
@@ -55,76 +49,13 @@ Events = dict[str, tuple[list[int], list[Tensor]]]
 """Values by name, with the steps they belong to."""
 
 
-class Region:
-    """Rows of one kind of one layer in page-aligned memory that grows by copying.
-
-    Memory costs only once it is touched; `touched` bytes of it have been.
-    """
-
-    def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
-        self.width, self.dtype = width, dtype
-        self.row_bytes = width * dtype.itemsize
-        self.rows = 0
-        self.touched = 0
-        self._memory = self._allocate(max(1, capacity))
-
-    def _allocate(self, capacity: int) -> tuple[mmap.mmap, Tensor]:
-        size = capacity * self.row_bytes
-        area = whole_pages(size)
-        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                area.madvise(mmap.MADV_HUGEPAGE)  # far fewer faults and look-ups while copying
-        flat = torch.frombuffer(area, dtype=self.dtype)[: capacity * self.width]
-        return area, flat.view(capacity, self.width)
-
-    @property
-    def capacity(self) -> int:
-        return self._memory[1].shape[0]
-
-    def append(self, rows: Tensor) -> None:
-        end = self.rows + rows.shape[0]
-        if end > self.capacity:
-            self.reserve(max(end, self.capacity + self.capacity // 2))
-        self._memory[1][self.rows : end].copy_(rows)
-        self.touched = max(self.touched, end * self.row_bytes)
-        self.rows = end
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for so many rows. The old memory counts until the new one is complete."""
-        if capacity > self.capacity:
-            larger = self._allocate(capacity)
-            larger[1][: self.rows].copy_(self._memory[1][: self.rows])
-            self._memory = larger
-            self.touched = self.bytes
-
-    def trim(self) -> None:
-        """Give back the memory behind the last row."""
-        used = self.bytes + -self.bytes % PAGE
-        if self.touched > used:
-            area, _ = self._memory
-            with contextlib.suppress(OSError):  # pages locked into memory stay, and count
-                if hasattr(mmap, "MADV_DONTNEED"):
-                    area.madvise(mmap.MADV_DONTNEED, used, len(area) - used)
-                self.touched = self.bytes
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    def tensor_bytes(self, name: str) -> TensorBytes:
-        memory = memoryview(self._memory[0])
-        whole = memory[: self.bytes + -self.bytes % PAGE]
-        shape = (self.rows, self.width)
-        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
-
-
 @dataclass
 class BufferSet:
     """Everything of the steps now being collected. `extras` are given when it is complete."""
 
     first_step: int = 0
-    keys: dict[Layer, Region] = field(default_factory=dict)
-    error_signals: dict[Layer, Region] = field(default_factory=dict)
+    keys: dict[Layer, Place] = field(default_factory=dict)
+    error_signals: dict[Layer, Place] = field(default_factory=dict)
     visits: dict[Layer, list[Visit]] = field(default_factory=dict)
     marks: dict[Layer, tuple[int, int]] = field(default_factory=dict)
     """(rows, visits) of a layer when the step under way began, for layers seen since."""
@@ -145,8 +76,7 @@ class BufferSet:
             for layer in [la for la in regions if la not in self.visits]:
                 del regions[layer]  # not seen for a whole segment
             for region in regions.values():
-                region.trim()
-                region.rows = 0
+                region.restart()
         self.first_step = self.end
         self.visits, self.marks, self.records, self.extras = {}, {}, [], None
         self.gradients, self.buffers, self.bytes = {}, {}, 0
@@ -162,12 +92,13 @@ class BufferSet:
         """The number of updates after the last complete step."""
         return self.first_step + len(self.records)
 
-    def append(self, kind: dict[Layer, Region], layer: Layer, rows: Tensor) -> None:
+    def append(self, kind: dict[Layer, Place], layer: Layer, rows: Tensor) -> Tensor:
         region = kind[layer]
         used, touched = region.bytes, region.touched
-        region.append(rows)
+        copy = region.append(rows)
         self.bytes += region.bytes - used
         self.touched += region.touched - touched
+        return copy
 
     def add_bytes(self, size: int) -> None:
         """Count what lies elsewhere: columns, logs, gradients."""
@@ -184,13 +115,20 @@ class BufferSet:
         """Room for what another set came to hold."""
         for mine, theirs in ((self.keys, other.keys), (self.error_signals, other.error_signals)):
             for layer in other.visits:
-                region = theirs[layer]
+                region = theirs.get(layer)
+                if region is None:  # keys alone are kept
+                    continue
                 room = region.rows + region.rows // 8
                 if layer in mine:
                     mine[layer].reserve(room)
                 else:
-                    mine[layer] = Region(region.width, region.dtype, room)
+                    mine[layer] = region.like(room)
         self.count_touched()
+
+    def _of_layer(self, layer: Layer) -> dict[str, Place]:
+        """A layer's keys, and its error signals where they are kept."""
+        kinds = {"keys": self.keys, "error_signals": self.error_signals}
+        return {kind: regions[layer] for kind, regions in kinds.items() if layer in regions}
 
     def rewind(self, layer: Layer) -> int:
         """Take back a layer's patterns of the step under way; returns how many there were."""
@@ -198,9 +136,10 @@ class BufferSet:
             return 0
         rows, visits = self.marks[layer]
         dropped = self.keys[layer].rows - rows
-        for region in (self.keys[layer], self.error_signals[layer]):
-            self.bytes -= (region.rows - rows) * region.row_bytes
-            region.rows = rows
+        for region in self._of_layer(layer).values():
+            used = region.bytes
+            region.cut(rows)
+            self.bytes += region.bytes - used
         del self.visits[layer][visits:]
         del self.marks[layer]
         return dropped
@@ -232,12 +171,10 @@ class BufferSet:
             first_step=self.first_step,
             steps=len(self.records),
             patterns=[
-                region.tensor_bytes(f"{kind}/{layer.name}")
+                tensor
                 for layer in used
-                for kind, region in (
-                    ("keys", self.keys[layer]),
-                    ("error_signals", self.error_signals[layer]),
-                )
+                for kind, region in self._of_layer(layer).items()
+                for tensor in region.tensors(kind, layer.name)
             ],
             rows={layer.name: self.keys[layer].rows for layer in used},
             table_of=table_of,

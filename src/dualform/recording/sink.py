@@ -30,16 +30,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.ring import BufferSet, Region
+from dualform.recording.ring import BufferSet
 from dualform.recording.ring import Extras as Extras
 from dualform.recording.ring import StepRecord as StepRecord
+from dualform.recording.storage import Storage
 from dualform.recording.tags import Visit
 
 SETS = 3
@@ -49,13 +49,15 @@ COMMIT_SECONDS = 30.0
 
 VISIT_BYTES = 512
 STEP_BYTES = 1024
-"""About what one visit and one step's record take as Python objects, besides their arrays."""
+"""About what one visit and one step's record take as Python objects, besides their numbers."""
 
 
 class Sink(Protocol):
     """What the recorder needs of a place for patterns."""
 
-    def append(self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit) -> None: ...
+    def append(
+        self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
     def rewind(self, layer: Layer) -> int: ...
 
@@ -86,13 +88,16 @@ class DiskSink(Sink):
         writer: MemoryWriter,
         gather: Callable[[], Extras],
         dtype_of: Callable[[Layer], torch.dtype],
+        storage: Storage,
         *,
         segment_bytes: int = SEGMENT_BYTES,
         commit_seconds: float | None = None,
+        first_step: int = 0,
     ) -> None:
         self._writer = writer
         self._gather = gather
         self._dtype_of = dtype_of
+        self._storage = storage
         self._segment_bytes = segment_bytes
         self._commit_seconds = COMMIT_SECONDS if commit_seconds is None else commit_seconds
         self._last_commit = time.monotonic()
@@ -102,7 +107,8 @@ class DiskSink(Sink):
         self._free: queue.SimpleQueue[BufferSet] = queue.SimpleQueue()
         for _ in range(SETS - 1):
             self._free.put(BufferSet())
-        self._ring = deque([BufferSet()])
+        self._first_step = first_step
+        self._ring = deque([BufferSet(first_step)])
         self._handed_over = threading.Semaphore(0)
         self._ending = False
         self._process = os.getpid()
@@ -114,22 +120,34 @@ class DiskSink(Sink):
         """How many steps are complete."""
         return self._ring[-1].end
 
-    def append(self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit) -> None:
-        """Copy the patterns of one backward pass through one use of a layer."""
+    def append(
+        self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Copy the patterns of one backward pass through one use of a layer.
+
+        Returns the copies, and what the error signals' rows are to be multiplied by (None: by
+        nothing): good for looking at them until the step after this one is over. Of a layer whose
+        keys alone are kept, the error signals come back as they were given.
+        """
         current = self._ring[-1]
-        if layer not in current.keys or layer not in current.error_signals:
+        if layer not in current.keys:
             dtype, rows = self._dtype_of(layer), keys.shape[0]
-            current.keys[layer] = Region(layer.in_features, dtype, rows)
-            current.error_signals[layer] = Region(layer.out_features, dtype, rows)
+            for_keys, for_signals = self._storage.places(layer, dtype, rows)
+            if for_signals is not None:
+                current.error_signals[layer] = for_signals
+            current.keys[layer] = for_keys  # last: Ctrl-C in between leaves nothing half made
         visits = current.visits.setdefault(layer, [])
         if layer not in current.marks:
             current.marks[layer] = (current.keys[layer].rows, len(visits))
-        current.append(current.keys, layer, keys)
-        current.append(current.error_signals, layer, error_signals)
+        kept_keys, scales = current.append(current.keys, layer, keys), None
+        if layer in current.error_signals:
+            error_signals = current.append(current.error_signals, layer, error_signals)
+            scales = current.error_signals[layer].scales
         visits.append(visit)
         columns = 3 + (len(visit.tag.columns) if visit.tag else 0)
         current.add_bytes(VISIT_BYTES + 8 * columns * keys.shape[0])
         self._keep_within_bounds(current)
+        return kept_keys, error_signals, scales
 
     def _keep_within_bounds(self, current: BufferSet) -> None:
         """A layer may have grown where another has shrunk: give back what is not in use."""
@@ -152,7 +170,7 @@ class DiskSink(Sink):
         self._raise_failure()
         current = self._ring[-1]
         step = current.end
-        added = STEP_BYTES + sum(v.nbytes for v in record if isinstance(v, np.ndarray))
+        added = STEP_BYTES + 40 * len(record.applied)
         for store, values in ((current.gradients, gradients), (current.buffers, buffers)):
             for name, value in values.items():
                 steps, kept = store.setdefault(name, ([], []))
@@ -164,7 +182,9 @@ class DiskSink(Sink):
         current.records.append(record)
         self._keep_within_bounds(current)
         self._step_start = current.bytes
-        if current.end == 1:  # now it is known about how many steps will fill a segment
+        if (
+            current.end == self._first_step + 1
+        ):  # now it is known about how many steps will fill a segment
             repeats = self._segment_bytes // current.bytes + 1
             for region in (*current.keys.values(), *current.error_signals.values()):
                 region.reserve(region.rows * repeats)

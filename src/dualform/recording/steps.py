@@ -1,13 +1,14 @@
 """One step at a time: what the optimizers are about to do, what they did, and when a step is over.
 
 Just before an optimizer moves, every gradient it will use is read and compared with the patterns;
-just after, the weights are compared with what the learning rule predicts. A step is over when every
-optimizer has moved, when a new backward pass begins after one has, or when one moves twice.
+just after, the learning rule predicts where the weights are now, for the next comparison. A step is
+over when every optimizer has moved, when a new backward pass begins after one has, or when one
+moves twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
-from dualform.learning_rules import ParameterLog, hyperparameters, momentum_buffer, transitions
+from dualform.learning_rules import (
+    ParameterLog,
+    hyperparameters,
+    momentum_buffer,
+    rule_of,
+    transitions,
+)
 from dualform.memory.files import INITIAL, TensorFile
 from dualform.recording.accounts import Accumulated, StepAccounts
-from dualform.recording.audit import Rota, Transition, Unexplained
-from dualform.recording.parameters import Parameters, Watched, parameters_of
+from dualform.recording.audit import Transition, Unexplained
+from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
 
 CLEAR = 1e3
@@ -41,8 +48,6 @@ class Move:
     first: int
     fresh: bool
     group: int
-    sketched: float
-    projected: NDArray[np.float64]
     transition: Transition | None
 
 
@@ -51,6 +56,7 @@ class Reading:
     """What an optimizer is about to do, read just before it does it."""
 
     optimizer: Optimizer
+    unscale: float
     settings: list[tuple[float, ...]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -89,9 +95,6 @@ class Steps:
         self._gradients: dict[str, Tensor] = {}
         self._pending: Reading | None = None
         self._transitions: dict[tuple[Any, ...], Transition] = {}
-        self._rota = Rota(
-            {w.name: (len(w.audit.sketch), len(w.audit.probe)) for w in parameters if known_rules}
-        )
 
     @property
     def is_over(self) -> bool:
@@ -113,23 +116,22 @@ class Steps:
     def read(self, optimizer: Optimizer) -> None:
         """Look at every gradient the optimizer is about to use, and explain it."""
         self._pending = None
+        self._parameters.audits.catch_up()
         if bool(getattr(optimizer, "found_inf", 0)):  # a fused optimizer told to skip this one
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        reading = Reading(optimizer)
+        reading = Reading(optimizer, unscale)
         for group in optimizer.param_groups:
             reading.settings.append(hyperparameters(group) if self._known_rules else ())
             for parameter in group["params"]:
                 watched = self._parameters.of(parameter)
                 if parameter.grad is not None:
-                    self._read_parameter(reading, watched, parameter.grad, unscale)
-        _share_factors(reading.moves)
+                    self._read_parameter(reading, watched, parameter.grad)
+        self._explain(reading)
         self._pending = reading
 
-    def _read_parameter(
-        self, reading: Reading, watched: Watched, gradient: Tensor, unscale: float
-    ) -> None:
+    def _read_parameter(self, reading: Reading, watched: Watched, gradient: Tensor) -> None:
         if gradient.is_sparse:
             raise RecordingError(
                 f"parameter {watched.name!r} has a sparse gradient, which cannot be accounted for; "
@@ -141,41 +143,44 @@ class Steps:
                 f"recording began and is now {watched.parameter.dtype} "
                 f"{list(watched.parameter.shape)}; end the recording, then record into a new memory"
             )
-        audit = watched.audit
-        projected = audit.gradient_projection(gradient)
         if watched.coverage == "untrained":
-            self._decide_coverage(watched, projected)
-        kappa, first = 1.0, self.step
+            self._decide_coverage(watched, gradient)
+        first = self.step
         if watched.coverage == "patterns":
-            first = audit.first
-            try:
-                kappa = audit.explain(projected)
-            except Unexplained as reason:
-                self._unexplained_gradient(watched, str(reason))
+            first = watched.audit.first
+            watched.audit.look_at(gradient, self.step)
         else:
+            watched.audit.look_at(gradient)
             reading.gradients[watched.name] = gradient.detach().to("cpu", copy=True)
         fresh = momentum_buffer(reading.optimizer, watched.parameter) is None
-        settings = reading.settings[-1]
-        reading.moves.append(
-            Move(
-                watched,
-                kappa * unscale,
-                first,
-                fresh,
-                len(reading.settings) - 1,
-                float(audit.sketch @ projected) * unscale,
-                projected,
-                self._transition(settings, fresh, unscale) if self._known_rules else None,
-            )
-        )
+        transition = None
+        if self._known_rules:
+            transition = self._transition(reading.settings[-1], fresh, reading.unscale)
+        group = len(reading.settings) - 1
+        reading.moves.append(Move(watched, reading.unscale, first, fresh, group, transition))
 
-    def _decide_coverage(self, watched: Watched, projected: NDArray[np.float64]) -> None:
+    def _explain(self, reading: Reading) -> None:
+        """Find the factor κ of every gradient that has patterns."""
+        plain = self._parameters.audits.are_plain()
+        for move in reading.moves:
+            watched = move.watched
+            if watched.coverage == "patterns" and not plain[watched.index]:
+                try:
+                    move.kappa = watched.audit.explain() * reading.unscale
+                except Unexplained as reason:
+                    self._unexplained_gradient(watched, str(reason))
+                    assert watched.parameter.grad is not None
+                    watched.audit.look_at(watched.parameter.grad)  # the prediction may go on
+        _share_factors(reading.moves)
+
+    def _decide_coverage(self, watched: Watched, gradient: Tensor) -> None:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
-        if watched.layers and (watched.audit.uses or not projected.any()):
+        resolvable = watched.layers and watched.resolved and not watched.by_steps
+        if resolvable and (watched.audit.uses or is_reset(gradient)):
             watched.coverage = "patterns"
             return
         watched.coverage = "steps"
-        if watched.layers:
+        if resolvable:
             self._without_patterns(watched)
 
     def _transition(self, settings: tuple[float, ...], fresh: bool, unscale: float) -> Transition:
@@ -192,12 +197,10 @@ class Steps:
     # -- after ----------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """The optimizer has moved: write it down, and compare the weights with the prediction."""
+        """The optimizer has moved: write it down, and predict where the weights are now."""
         reading, self._pending = self._pending, None
         if reading is not None:
             self._take(reading, reading.moves)
-            if self._known_rules:
-                self._compare_some()
 
     def apply_interrupted(self) -> None:
         """Training ended inside an optimizer's step: take what it did, parameter by parameter."""
@@ -208,7 +211,7 @@ class Steps:
             m
             for m in reading.moves
             if m.transition is not None
-            and m.watched.audit.has_moved(m.watched.parameter, m.transition, m.projected)
+            and m.watched.audit.has_moved(m.watched.parameter, m.transition)
         ]
         if moves:
             self._take(reading, moves)
@@ -221,9 +224,9 @@ class Steps:
             i = move.watched.index
             record.applied[i], record.fresh[i] = True, move.fresh
             record.kappa[i], record.first[i] = move.kappa, move.first
-            record.group[i], record.projection[i] = offset + move.group, move.sketched
-            if move.transition is not None:
-                move.watched.audit.advance(move.transition, move.projected)
+            record.group[i] = offset + move.group
+            record.projection[i] = move.watched.audit.sketched * reading.unscale
+        self._advance(moves)
         if reading.gradients and self._known_rules:
             kept = {m.watched.name: m.transition for m in moves if m.transition is not None}
             self._gradients |= self._accounts.keep(
@@ -234,18 +237,28 @@ class Steps:
             )
         self.stepped.append(reading.optimizer)
 
-    def _compare_some(self) -> None:
-        for name, low, high in self._rota.at(self.step):
-            watched = self._parameters.by_name[name]
-            if watched.coverage != "untrained" and not watched.spoiled:
-                self.compare(watched, low, high)
+    def _advance(self, moves: Sequence[Move]) -> None:
+        """Predict where the weights are now; at once where all took the same step."""
+        audits = self._parameters.audits
+        transition = moves[0].transition if moves else None
+        if (
+            transition is not None
+            and len(moves) == len(self._parameters)
+            and audits.can_advance
+            and all(move.transition == transition for move in moves)
+        ):
+            audits.advance(transition)
+            return
+        for move in moves:
+            if move.transition is not None:
+                move.watched.audit.advance(move.transition)
 
-    def compare(self, watched: Watched, low: int = 0, high: int | None = None) -> None:
-        """Compare a parameter (or some of its rows) with where the learning rule puts it."""
+    def compare(self, watched: Watched, fingerprint: NDArray[np.float64]) -> None:
+        """Compare a parameter, given its fingerprint, with where the learning rule puts it."""
         if not self._known_rules or watched.spoiled:
             return
         try:
-            watched.audit.compare(watched.parameter, low, high)
+            watched.audit.compare(watched.parameter, fingerprint)
         except Unexplained as reason:
             watched.spoiled = True
             self._unexplained_weights(watched, str(reason))
@@ -282,6 +295,8 @@ def _share_factors(moves: Sequence[Move]) -> None:
     act on all parameters of a group alike.
     """
     resolved = [m for m in moves if m.watched.coverage == "patterns"]
+    if len({m.kappa for m in resolved}) <= 1:
+        return
     clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
     for move in resolved:
         if move in clear:
@@ -291,6 +306,36 @@ def _share_factors(moves: Sequence[Move]) -> None:
             best = max(alike, key=lambda m: m.watched.audit.clarity)
             if move.watched.audit.allows(move.kappa, best.kappa):
                 move.kappa = best.kappa
+
+
+def read_before_moving(read: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """For an optimizer's pre-hook: `read` now, or, given a closure, after its last backward pass.
+
+    Returns the arguments to go on with, None for those given.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        read()
+        return None
+
+    def closure_then_read() -> Any:
+        loss = closure()
+        read()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closure_then_read, *args[2:]), kwargs
+    return args, kwargs | {"closure": closure_then_read}
+
+
+def unknown_rule(optimizers: Iterable[Optimizer]) -> tuple[str, str] | None:
+    """The first optimizer whose learning rule is not known: its name, and what to say of it."""
+    for optimizer in optimizers:
+        try:
+            rule_of(optimizer)
+        except RecordingError as error:
+            return type(optimizer).__name__, str(error)
+    return None
 
 
 def _blank_record(parameters: int) -> StepRecord:

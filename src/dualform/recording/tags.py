@@ -122,6 +122,12 @@ class Tags:
         self._written: dict[str, int] = {}
         self._calls = 0
 
+    def restore(self, kinds: dict[str, str], strings: dict[str, list[str]]) -> None:
+        """A resumed run: the columns there are, and the strings already written."""
+        self.kinds = dict(kinds)
+        self._codes = {n: {s: code for code, s in enumerate(known)} for n, known in strings.items()}
+        self._written = {name: len(known) for name, known in strings.items()}
+
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
         for name in columns:

@@ -1,0 +1,157 @@
+"""All parameters' audits at once: sums of patterns, gradients and predictions in common arrays.
+
+A network has many small parameters, and asking each of them a dozen questions at every step would
+cost more than the answers. What all are asked is computed here in a few operations over all rows;
+whoever does not give the usual answer is then looked at alone, in `audit.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.recording.audit import (
+    EPSILON,
+    SNAP,
+    ParameterAudit,
+    Rows,
+    Transition,
+    advance_along,
+)
+
+
+class Audits:
+    """All parameters' audits: what is done to each of them at every step, done at once.
+
+    They keep their numbers in common arrays; a network has many small parameters.
+    """
+
+    def __init__(self, audits: Sequence[ParameterAudit]) -> None:
+        self._audits = list(audits)
+        self._waiting: list[tuple[ParameterAudit | None, ParameterAudit | None, Rows]] = []
+        rows = [len(audit.sketch) for audit in audits]
+        self._alike = all(rows) and not any(audit.entrywise for audit in audits)
+        self._starts = np.cumsum([0, *rows])[:-1]
+        self._weights, self._momentum, self._expected, self._projected = (
+            np.zeros(sum(rows)) for _ in range(4)
+        )
+        for audit, start, length in zip(audits, self._starts.tolist(), rows, strict=True):
+            audit.place(
+                *(a[start : start + length] for a in (self._weights, self._momentum)),
+                *(a[start : start + length] for a in (self._expected, self._projected)),
+            )
+
+    def see(
+        self,
+        weight: ParameterAudit | None,
+        bias: ParameterAudit | None,
+        keys: Tensor,
+        error_signals: Tensor,
+        rows: Rows,
+    ) -> None:
+        """Patterns on their way to the gradients of a layer, and their copies.
+
+        Where the copies are exact they are looked at later, those of all layers in one go: amid a
+        backward pass, which has just filled the processor's caches, everything takes twice as long.
+        """
+        if keys.dtype == error_signals.dtype == rows.dtype:
+            self._waiting.append((weight, bias, rows))
+        else:
+            see_patterns(weight, bias, keys, error_signals, rows)
+
+    def catch_up(self) -> None:
+        """Look at the patterns that wait for it."""
+        waiting, self._waiting = self._waiting, []
+        for weight, bias, rows in waiting:
+            see_patterns(weight, bias, rows.keys, rows.error_signals, rows)
+
+    def are_plain(self) -> list[bool]:
+        """Whether each gradient last looked at is what its patterns sum to, by the factor 1.
+
+        The usual case: where the answer is no, `explain` finds out more.
+        """
+        if not self._alike:
+            return [False] * len(self._audits)
+        expected = self._expected
+        off = self._projected - expected
+        square = np.add.reduceat(expected * expected, self._starts)
+        along = np.add.reduceat(expected * off, self._starts)
+        distance = np.add.reduceat(off * off, self._starts)
+        return [
+            # first by what need not be measured: ‖Σ‖, less than the gross sum, or a recent one
+            _is_plain(audit, s, a, d, max(audit.gradient_eps * sqrt(s), audit.recent_rounding))
+            or _is_plain(audit, s, a, d)
+            for audit, s, a, d in zip(
+                self._audits, square.tolist(), along.tolist(), distance.tolist(), strict=True
+            )
+        ]
+
+    def advance(self, transition: Transition) -> None:
+        """The same step of the learning rule for all of them."""
+        change, pull = advance_along(self._weights, self._momentum, self._projected, transition)
+        moved = np.add.reduceat(change * change + pull * pull, self._starts)
+        for audit, much in zip(self._audits, moved.tolist(), strict=True):
+            audit.count(transition, much)
+
+    def settle(self, step: int) -> None:
+        for audit in self._audits:
+            audit.settle(step)
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether `advance` may be used."""
+        return self._alike
+
+
+def _is_plain(
+    audit: ParameterAudit,
+    square: float,
+    along: float,
+    distance: float,
+    rounding: float | None = None,
+) -> bool:
+    """Whether, with E what the patterns sum to, the gradient E + o is E up to rounding.
+
+    Given E·E, E·o and o·o. NaN answers no.
+    """
+    if not square > 1e-300 or not audit.uses:
+        return False
+    if rounding is None:
+        rounding = audit.rounding
+    off_by = SNAP * rounding
+    return along * along <= off_by * off_by * square and distance <= audit.bound_of(rounding) ** 2
+
+
+def see_patterns(
+    weight: ParameterAudit | None,
+    bias: ParameterAudit | None,
+    keys: Tensor,
+    error_signals: Tensor,
+    rows: Rows,
+) -> None:
+    """Tell a layer's weight and bias (where they are trained) of patterns on their way to `.grad`.
+
+    The bias's key is the constant 1, so one product serves both: [1, x·v]ᵀ δ.
+    """
+    either = weight or bias
+    if either is None:
+        return
+    eps = EPSILON[error_signals.dtype]
+    precise = either.probe.dtype
+    if keys.dtype != precise or error_signals.dtype != precise:
+        keys, error_signals = keys.to(precise), error_signals.to(precise)
+    ones_and_keys = either.ones_and(len(keys))
+    if weight is None or weight.entrywise:
+        sums = ones_and_keys[:1] @ error_signals
+        if weight is not None:
+            weight.see((error_signals.T @ keys).reshape(-1), rows, eps, rows.offset)
+    else:
+        torch.mv(keys, weight.probe, out=ones_and_keys[1])
+        sums = torch.mm(ones_and_keys, error_signals)
+        weight.see(sums[1], rows, eps, rows.offset)
+    if bias is not None:
+        bias.see(sums[0], rows, eps, rows.bias_offset)

@@ -1,0 +1,295 @@
+"""Where rows lie until they are written: page-aligned memory, exact or in 16 bits.
+
+A `Region` holds the rows of one kind (keys or error signals) of one layer, in the dtype of
+training. `Narrow` and `Scaled` hold them in half the bytes. Why it is hard: 16 bits end early.
+float16 knows nothing above 65,504 and loses digits below 6e-5, and error signals are often smaller
+than 1e-8. So error signals are kept relative to the largest of their row (`Scaled`: float16 rows,
+one float32 scale each), and rows that 16 bits cannot hold turn the region back into one of the
+dtype of training, until the next segment begins. What is promised either way: every entry is within
+half a unit in the last place *of the largest entry of its row*; nothing finite becomes infinite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from dataclasses import replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from dualform.memory.segments import scales_of
+from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
+
+HUGE = 8 << 20
+"""From this many bytes on a region asks for huge pages."""
+
+Memory = tuple[mmap.mmap, Tensor]
+
+
+class Region:
+    """Rows of one kind of one layer in page-aligned memory that grows by copying.
+
+    Memory costs only once it is touched; `touched` bytes of it have been.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
+        self.width, self.dtype = width, dtype
+        self.row_bytes = width * dtype.itemsize
+        self.rows = 0
+        self.touched = 0
+        self._memory = self._allocate(max(1, capacity))
+
+    def like(self, capacity: int) -> Region:
+        """An empty region of the same kind."""
+        return Region(self.width, self.dtype, capacity)
+
+    def _allocate(self, capacity: int) -> Memory:
+        size = capacity * self.row_bytes
+        area = whole_pages(size)
+        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                area.madvise(mmap.MADV_HUGEPAGE)  # far fewer faults and look-ups while copying
+        flat = torch.frombuffer(area, dtype=self.dtype)[: capacity * self.width]
+        return area, flat.view(capacity, self.width)
+
+    @property
+    def capacity(self) -> int:
+        return self._memory[1].shape[0]
+
+    @property
+    def filled(self) -> Tensor:
+        """The rows there are, where they lie: [rows, width]."""
+        return self._memory[1][: self.rows]
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Copy rows; returns the copy."""
+        end = self.rows + rows.shape[0]
+        if end > self.capacity:
+            self.reserve(max(end, self.capacity + self.capacity // 2))
+        copy = self._memory[1][self.rows : end].copy_(rows)
+        self.touched = max(self.touched, end * self.row_bytes)
+        self.rows = end
+        return copy
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many rows. The old memory counts until the new one is complete."""
+        if capacity > self.capacity:
+            larger = self._allocate(capacity)
+            larger[1][: self.rows].copy_(self._memory[1][: self.rows])
+            self._memory = larger
+            self.touched = self.bytes
+
+    def cut(self, rows: int) -> None:
+        """Keep only the first rows."""
+        self.rows = rows
+
+    def restart(self) -> None:
+        """Begin anew, for another segment; the memory stays."""
+        self.rows = 0
+
+    def trim(self) -> None:
+        """Give back the memory behind the last row."""
+        used = self.bytes + -self.bytes % PAGE
+        if self.touched > used:
+            area, _ = self._memory
+            with contextlib.suppress(OSError):  # pages locked into memory stay, and count
+                if hasattr(mmap, "MADV_DONTNEED"):
+                    area.madvise(mmap.MADV_DONTNEED, used, len(area) - used)
+                self.touched = self.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def scales(self) -> Tensor | None:
+        """What the rows last appended have to be multiplied by, [n]; None if by nothing."""
+        return None
+
+    def tensor_bytes(self, name: str) -> TensorBytes:
+        memory = memoryview(self._memory[0])
+        whole = memory[: self.bytes + -self.bytes % PAGE]
+        shape = (self.rows, self.width)
+        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
+
+    def tensors(self, kind: str, layer: str) -> list[TensorBytes]:
+        """What is to be written of it."""
+        return [self.tensor_bytes(f"{kind}/{layer}")]
+
+
+class Narrow:
+    """Rows in 16 bits, or, from the first that 16 bits cannot hold on, in the dtype of training.
+
+    Rows are held if the largest entry of each is zero, or neither too large nor so small that it
+    would lose digits. What is not finite in training is not finite here.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, wide: torch.dtype, capacity: int) -> None:
+        self.narrow, self.wide = dtype, wide
+        self._held = Region(width, dtype, capacity)  # replaced in one go: Ctrl-C leaves no half
+        limits = torch.finfo(dtype)
+        self._smallest = limits.smallest_normal
+        self._largest = limits.max * (1 + limits.eps / 4)  # what still rounds to a number
+
+    def like(self, capacity: int) -> Narrow:
+        return Narrow(self._held.width, self.narrow, self.wide, capacity)
+
+    @property
+    def is_wide(self) -> bool:
+        return self._held.dtype == self.wide
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Copy rows, rounded; returns the copy."""
+        if rows.dtype != self.narrow and not self.is_wide and not self._holds(rows):
+            self._widen()
+        return self._held.append(rows)
+
+    def _holds(self, rows: Tensor) -> bool:
+        if not rows.numel():
+            return True
+        sizes = rows.abs().amax(1)
+        if float(sizes.min()) >= self._smallest and float(sizes.max()) <= self._largest:
+            return True
+        sizes = _finite_sizes(rows)
+        fit = (sizes >= self._smallest) & (sizes <= self._largest) | (sizes == 0)
+        return bool(fit.all())
+
+    def _widen(self) -> None:
+        held = self._held
+        wide = Region(held.width, self.wide, held.capacity)
+        wide.append(self._widened())
+        self._held = wide
+
+    def _widened(self) -> Tensor:
+        return self._held.filled.to(self.wide)
+
+    def reserve(self, capacity: int) -> None:
+        self._held.reserve(capacity)
+
+    def cut(self, rows: int) -> None:
+        self._held.cut(rows)
+
+    def restart(self) -> None:
+        """Begin anew, in 16 bits again."""
+        if self.is_wide:
+            self._held = Region(self._held.width, self.narrow, self._held.capacity)
+        self._held.restart()
+
+    def trim(self) -> None:
+        self._held.trim()
+
+    @property
+    def rows(self) -> int:
+        return self._held.rows
+
+    @property
+    def bytes(self) -> int:
+        return self._held.bytes
+
+    @property
+    def touched(self) -> int:
+        return self._held.touched
+
+    @property
+    def scales(self) -> Tensor | None:
+        return None
+
+    def tensors(self, kind: str, layer: str) -> list[TensorBytes]:
+        return self._held.tensors(kind, layer)
+
+
+class Scaled(Narrow):
+    """Rows in 16 bits relative to their largest entry, which is kept beside them in float32."""
+
+    def __init__(self, width: int, dtype: torch.dtype, wide: torch.dtype, capacity: int) -> None:
+        super().__init__(width, dtype, wide, capacity)
+        self._scales = Region(1, torch.float32, capacity)
+        self._last: Tensor | None = None
+
+    def like(self, capacity: int) -> Scaled:
+        return Scaled(self._held.width, self.narrow, self.wide, capacity)
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Copy rows, rounded; returns the copy, to be multiplied by `scales`."""
+        self._last = None
+        if not self.is_wide:
+            scales = _scales_of(rows)
+            if scales is not None:
+                self._scales.cut(self.rows)
+                self._last = self._scales.append(scales[:, None])[:, 0]
+                return self._held.append(rows / scales[:, None])
+            self._widen()
+        return self._held.append(rows)
+
+    def _widen(self) -> None:
+        super()._widen()
+        self._scales.restart()
+
+    def _widened(self) -> Tensor:
+        scales = self._scales.filled[: self.rows]
+        return self._held.filled.to(self.wide) * scales.to(self.wide)
+
+    def reserve(self, capacity: int) -> None:
+        self._scales.reserve(capacity)
+        super().reserve(capacity)
+
+    def cut(self, rows: int) -> None:
+        super().cut(rows)
+        self._scales.cut(min(rows, self._scales.rows))
+
+    def restart(self) -> None:
+        super().restart()
+        self._scales.restart()
+
+    def trim(self) -> None:
+        super().trim()
+        self._scales.trim()
+
+    @property
+    def bytes(self) -> int:
+        return self._held.bytes + self._scales.bytes
+
+    @property
+    def touched(self) -> int:
+        return self._held.touched + self._scales.touched
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self._last
+
+    def tensors(self, kind: str, layer: str) -> list[TensorBytes]:
+        held = super().tensors(kind, layer)
+        if self.is_wide:
+            return held
+        self._scales.cut(self.rows)
+        scales = self._scales.tensor_bytes(f"{scales_of(kind)}/{layer}")
+        return [*held, replace(scales, shape=(self.rows,))]
+
+
+Place = Region | Narrow
+"""Any of them."""
+
+
+def _finite_sizes(rows: Tensor) -> Tensor:
+    """The largest finite entry of each row, by size."""
+    return rows.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1)
+
+
+def _scales_of(rows: Tensor) -> Tensor | None:
+    """The largest entry of each row in float32 (1 for a row of zeros); None if it is beyond that.
+
+    Only float64 can be.
+    """
+    if not rows.numel():
+        return torch.ones(len(rows))
+    sizes = rows.abs().amax(1)
+    if not isfinite(float(sizes.max())):  # an overflow in training, which may still be dropped
+        sizes = _finite_sizes(rows)
+    scales = sizes.to(torch.float32)
+    if float(scales.min()) == 0.0:
+        scales = torch.where(sizes == 0, 1.0, scales)
+    if rows.dtype == torch.float64 and not bool((scales.isfinite() & (scales > 0)).all()):
+        return None
+    return scales
