@@ -16,7 +16,7 @@ from torch import nn
 import dualform as df
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 
-ROOM = 3.0
+ROOM = 2.0
 """Honest residuals stay below their bound divided by this."""
 
 RULES: dict[str, dict[str, Any]] = {

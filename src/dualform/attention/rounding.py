@@ -126,7 +126,7 @@ def drift(
     unit = eps * size / sqrt(12)
     creep = (CREEP if anchored else CREEP_OF_AN_ENTRY) * eps * size
     found = np.zeros((len(stops), 4))
-    ww = wm = mm = buffer = lost_w = lost_m = 0.0
+    ww = wm = mm = buffer = walk = lost_w = lost_m = 0.0
     start = 0
     for i, stop in enumerate(stops.tolist()):
         if anchored:
@@ -144,7 +144,10 @@ def drift(
             if not applied:
                 continue
             update = abs(1 - a) * size + abs(b) * buffer + abs(nw) * g
-            buffer = min(most, abs(c) * size + abs(d) * buffer + abs(nm) * g)
+            # Along one direction a buffer of few patterns may all but vanish, while its entries,
+            # and so their roundings, do not: it is at least what gradients of any sign add up to.
+            walk = d * d * walk + (nm * g) ** 2
+            buffer = min(max(most, sqrt(walk)), abs(c) * size + abs(d) * buffer + abs(nm) * g)
             ww, wm, mm = (
                 a * a * ww
                 + 2 * a * b * wm
