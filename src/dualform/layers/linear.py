@@ -31,6 +31,9 @@ class Layer:
     offset: int = 0
     bias_offset: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # layers are looked up at every step: not by eight fields each time
+
     @property
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)

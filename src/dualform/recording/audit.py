@@ -69,7 +69,7 @@ BLOCK = 1 << 16
 LARGE = 1 << 16
 """From this many entries on a gradient is looked at in parts."""
 
-PARTS = 4
+PARTS = 8
 """In how many steps all rows of a large gradient are looked at."""
 
 FAIR_SHARE = 4 * PARTS

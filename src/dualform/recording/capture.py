@@ -1,15 +1,18 @@
 """The hooks: where keys and error signals are seen.
 
-One global forward hook looks at every call of a recorded layer; a hook on that call's output then
-receives the error signal in the backward pass, together with the key it belongs to. Why so:
+One global forward hook looks at every call of a recorded layer; a hook on the graph's node that
+made the output then receives the error signal in the backward pass, together with the key it
+belongs to. Why so:
 
 * A hook on the modules themselves would switch off torch's fast path of `nn.TransformerEncoder`,
   and evaluation inside the loop would no longer be bit-identical.
-* A tensor hook sees the output before any in-place activation; full backward hooks do not.
+* The node is that of the output before any in-place activation; full backward hooks see the one
+  after it. What a user's own hook on the output makes of the error signal has happened by then. And
+  it costs a third of what a hook on the tensor does.
 * A pattern exists only if its gradient really reaches the parameter's `.grad`. A forward pass that
   is never differentiated, or `torch.autograd.grad` for a saliency map, leaves none.
 
-Nothing is left behind: `remove` takes the one global hook away, and an output's hook does nothing
+Nothing is left behind: `remove` takes the one global hook away, and a node's hook does nothing
 once the capture is over.
 """
 
@@ -98,7 +101,8 @@ class Capture:
             if other is not None:
                 other(args, kwargs, output)
             return
-        if not isinstance(output, Tensor) or not output.requires_grad:
+        made_by = output.grad_fn if isinstance(output, Tensor) else None
+        if made_by is None:
             return
         layer, _ = entry
         parameters = module._parameters
@@ -113,12 +117,13 @@ class Capture:
             key = key.clone()
         if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
             key = key.to(output.dtype)
-        if self.mark is not None and output.grad_fn is not None:
-            self.mark(output.grad_fn)
+        if self.mark is not None:
+            self.mark(made_by)
         context = self.context(layer)
 
-        def backward(error_signal: Tensor) -> None:
-            if self._forgotten and layer in self._forgotten:
+        def backward(error_signals: tuple[Tensor | None, ...]) -> None:
+            error_signal = error_signals[0]
+            if error_signal is None or (self._forgotten and layer in self._forgotten):
                 return
             if self._active and any(map(will_accumulate, nodes)):
                 self.on_patterns(
@@ -130,7 +135,7 @@ class Capture:
                     torch._C._current_graph_task_id(),
                 )
 
-        output.register_hook(backward)  # type: ignore[no-untyped-call]
+        made_by.register_prehook(backward)
 
 
 def will_accumulate(node: Node) -> bool:

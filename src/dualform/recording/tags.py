@@ -21,6 +21,9 @@ from dualform.memory.files import NO_VALUE
 
 RESERVED = ("step", "position", "microbatch", "call", "rank")
 
+KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": "string"}
+"""What a column is called, by numpy's letter for its type."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tag:
@@ -168,14 +171,7 @@ class Tags:
             raise RecordingError(
                 f"the tag {name!r} has shape {list(array.shape)}; expected [B], [B, L] or one value"
             )
-        kind = {
-            "i": "int",
-            "u": "int",
-            "b": "bool",
-            "f": "float",
-            "U": "string",
-            "O": "string",
-        }.get(array.dtype.kind)
+        kind = KINDS.get(array.dtype.kind)
         if kind is None or (kind == "string" and not all(isinstance(v, str) for v in array.flat)):
             raise RecordingError(
                 f"the tag {name!r} holds {array.dtype} values; expected numbers, booleans or "
