@@ -6,7 +6,7 @@ leading shape is what tags are matched against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,8 +14,7 @@ ROOT_NAME = "model"
 """What a layer is called when the whole model is that one layer."""
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One recorded layer: its name, its parameters' names, the widths of key and error signal.
 
     Its weight is rows `offset` to `offset + out_features` of the parameter, its bias the entries
@@ -30,9 +29,6 @@ class Layer:
     out_features: int
     offset: int = 0
     bias_offset: int = 0
-
-    def __hash__(self) -> int:
-        return hash(self.name)  # layers are looked up at every step: not by eight fields each time
 
     @property
     def parameters(self) -> tuple[str, ...]:

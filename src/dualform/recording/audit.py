@@ -426,16 +426,23 @@ class Rows:
     """Patterns as kept for writing, [n, d]. Sizes are seldom needed, and taken when they are.
 
     Error signals in 16 bits may have `scales` [n]. `dtype` is None where the two are not alike.
+    `offset`: the layer's first row in its weight, `bias_offset`: its first entry in its bias.
     """
 
-    offset = bias_offset = 0  # of the layer's rows in its weight, of its entries in its bias
-
     def __init__(
-        self, step: int, keys: Tensor, error_signals: Tensor, scales: Tensor | None = None
+        self,
+        step: int,
+        keys: Tensor,
+        error_signals: Tensor,
+        scales: Tensor | None = None,
+        *,
+        offset: int = 0,
+        bias_offset: int = 0,
     ) -> None:
         self.step = step
         self.patterns = len(keys)
         self.keys, self.error_signals, self._scales = keys, error_signals, scales
+        self.offset, self.bias_offset = offset, bias_offset
         alike = scales is None and keys.dtype == error_signals.dtype
         self.dtype = keys.dtype if alike else None
 

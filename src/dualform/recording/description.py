@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 def _describe_layer(layer: Layer, parameters: Parameters, storage: Storage) -> dict[str, Any]:
     dtype = parameters.by_name[layer.weight].dtype
     stored = storage.dtype_of(dtype)
-    return dataclasses.asdict(layer) | {
+    return layer._asdict() | {
         "dtype": str(dtype).removeprefix("torch."),
         "stored": str(stored).removeprefix("torch."),
         "error_signals": storage.keeps_error_signals(layer),

@@ -30,7 +30,7 @@ from dualform.errors import AuditError, RecordingError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.accounts import BufferWatch, StepAccounts
-from dualform.recording.audit import ParameterAudit, Rows
+from dualform.recording.audit import Rows
 from dualform.recording.capture import Capture
 from dualform.recording.description import describe
 from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
@@ -301,11 +301,12 @@ class Recorder:
 
     def _context(self, layer: Layer) -> tuple[Tag | None, bool, int]:
         """The tag in force at a forward call, whether it is stale, and which call it is."""
-        self._first_use.setdefault(layer, len(self._first_use))
         if self._differentiated:
             self._calls, self._differentiated = {}, False
         call = self._calls.get(layer, 0)
         self._calls[layer] = call + 1
+        if layer not in self._first_use:
+            self._first_use[layer] = len(self._first_use)
         tag = self._tag
         return tag, tag is not None and tag.update != self._updates, call
 
@@ -339,16 +340,18 @@ class Recorder:
             change = self._gradients.change_of_trained(layer, trained)
             if change is not None:
                 self._unexplained_gradient(trained[0], change)
-            audits: dict[str | None, ParameterAudit] = {}
+            visit = Visit(step, microbatch, call, shape, tag)
+            kept = self._sink.append(layer, keys, error_signals, visit)
+            weight = bias = None
             for watched in trained:
                 watched.seen = step
                 if watched.resolved:
-                    audits[watched.name] = watched.audit
-            visit = Visit(step, microbatch, call, shape, tag)
-            rows = Rows(step, *self._sink.append(layer, keys, error_signals, visit))
-            rows.offset, rows.bias_offset = layer.offset, layer.bias_offset
-            weight, bias = audits.get(layer.weight), audits.get(layer.bias)
-            if audits:
+                    if watched.name == layer.weight:
+                        weight = watched.audit
+                    else:
+                        bias = watched.audit
+            if weight is not None or bias is not None:
+                rows = Rows(step, *kept, offset=layer.offset, bias_offset=layer.bias_offset)
                 self._parameters.audits.see(weight, bias, keys, error_signals, rows)
 
     def _without_patterns(self, watched: Watched) -> None:

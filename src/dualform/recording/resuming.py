@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,8 @@ class Resumption:
     def without_module(self, found: Iterable[Layer]) -> list[Layer]:
         """The layers recorded that are no modules: parameters that other code uses."""
         names = {layer.name for layer in found}
-        known = [field.name for field in fields(Layer)]
         return [
-            Layer(**{name: entry[name] for name in known if name in entry})
+            Layer(**{name: entry[name] for name in Layer._fields if name in entry})
             for entry in self.memory.layer_entries
             if entry["name"] not in names
         ]

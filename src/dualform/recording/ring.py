@@ -92,8 +92,8 @@ class BufferSet:
         """The number of updates after the last complete step."""
         return self.first_step + len(self.records)
 
-    def append(self, kind: dict[Layer, Place], layer: Layer, rows: Tensor) -> Tensor:
-        region = kind[layer]
+    def append(self, region: Place, rows: Tensor) -> Tensor:
+        """Copy rows to one of the regions, and count them."""
         used, touched = region.bytes, region.touched
         copy = region.append(rows)
         self.bytes += region.bytes - used

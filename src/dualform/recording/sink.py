@@ -130,28 +130,34 @@ class DiskSink(Sink):
         keys alone are kept, the error signals come back as they were given.
         """
         current = self._ring[-1]
-        if layer not in current.keys:
+        for_keys = current.keys.get(layer)
+        if for_keys is None:
             dtype, rows = self._dtype_of(layer), keys.shape[0]
             for_keys, for_signals = self._storage.places(layer, dtype, rows)
             if for_signals is not None:
                 current.error_signals[layer] = for_signals
             current.keys[layer] = for_keys  # last: Ctrl-C in between leaves nothing half made
-        visits = current.visits.setdefault(layer, [])
+        visits = current.visits.get(layer)
+        if visits is None:
+            visits = current.visits[layer] = []
         if layer not in current.marks:
-            current.marks[layer] = (current.keys[layer].rows, len(visits))
-        kept_keys, scales = current.append(current.keys, layer, keys), None
-        if layer in current.error_signals:
-            error_signals = current.append(current.error_signals, layer, error_signals)
-            scales = current.error_signals[layer].scales
+            current.marks[layer] = (for_keys.rows, len(visits))
+        kept_keys, scales = current.append(for_keys, keys), None
+        for_signals = current.error_signals.get(layer)
+        if for_signals is not None:
+            error_signals = current.append(for_signals, error_signals)
+            scales = for_signals.scales
         visits.append(visit)
-        columns = 3 + (len(visit.tag.columns) if visit.tag else 0)
-        current.add_bytes(VISIT_BYTES + 8 * columns * keys.shape[0])
+        columns = 3 if visit.tag is None else 3 + len(visit.tag.columns)
+        current.add_bytes(VISIT_BYTES + 8 * columns * len(kept_keys))
         self._keep_within_bounds(current)
         return kept_keys, error_signals, scales
 
     def _keep_within_bounds(self, current: BufferSet) -> None:
         """A layer may have grown where another has shrunk: give back what is not in use."""
-        self._largest_step = max(self._largest_step, current.bytes - self._step_start)
+        size = current.bytes - self._step_start
+        if size > self._largest_step:
+            self._largest_step = size
         if current.touched > self._segment_bytes + self._largest_step:
             current.trim()
 
