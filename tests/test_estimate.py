@@ -74,7 +74,9 @@ def test_the_estimate_is_within_three_percent_of_a_real_recording(
 ) -> None:
     model = make()
     batch = torch.randn(shape, dtype=next(model.parameters()).dtype)
-    foretold = df.estimate(model, batch=shape[0], steps=150, inputs=batch, **settings)
+    foretold = df.estimate(
+        model, batch=shape[0], steps=150, inputs=batch, examples=shape[0], **settings
+    )
     memory = record(model, batch, 150, tmp_path / "run", **settings)
     assert foretold.bytes_on_disk == pytest.approx(memory.bytes_on_disk, rel=0.03)
     for layer in foretold.layers:

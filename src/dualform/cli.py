@@ -276,6 +276,7 @@ def contribute(
 @click.option("--batch", required=True, type=int, help="Examples per update.")
 @click.option("--steps", required=True, type=int, help="How many updates.")
 @input_option
+@click.option("--examples", type=int, help="Different examples, if they come again as they are.")
 @click.option(
     "--tags", default=2, show_default=True, help="Columns you will tag (example, label: 2)."
 )
@@ -301,6 +302,7 @@ def estimate(
     batch: int,
     steps: int,
     input_file: Path | None,
+    examples: int | None,
     tags: int,
     path: Path | None,
     layers: tuple[str, ...],
@@ -322,6 +324,7 @@ def estimate(
             batch=batch,
             steps=steps,
             inputs=named or positional or None,
+            examples=examples,
             tags=tags,
             path=path,
             layers=layers or None,

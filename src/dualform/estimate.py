@@ -40,6 +40,9 @@ OWN_COLUMNS = 3
 LOG_BYTES = 8 + 8 + 8 + 4 + 1 + 1
 """Per step and parameter: kappa, projection, first, group, applied, fresh."""
 
+REFERENCE_BYTES = 4
+"""Per pattern of a layer whose keys may recur: which of the stored ones it has."""
+
 Calls = list[tuple[int, ...]]
 """The leading shapes of a layer's inputs in one step, one per call."""
 
@@ -54,11 +57,13 @@ class LayerEstimate:
     patterns_per_step: int
     patterns: int
     bytes_per_pattern: int
+    bytes_of_keys: int
+    bytes_of_error_signals: int
 
     @property
     def bytes_on_disk(self) -> int:
-        """Bytes of keys and error signals of all its patterns."""
-        return self.patterns * self.bytes_per_pattern
+        """Bytes of keys and error signals of all its patterns; keys that recur count once."""
+        return self.bytes_of_keys + self.bytes_of_error_signals
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ def estimate(
     batch: int,
     steps: int,
     inputs: Any = None,
+    examples: int | None = None,
     tags: int = 2,
     path: str | Path | None = None,
     layers: NamePatterns = None,
@@ -182,14 +188,18 @@ def estimate(
         batch: examples per step (all micro-batches of an update together).
         inputs: a sample batch as the model takes it (a tensor, a tuple, or a dict of keyword
             arguments), its examples along the first dimension. The model is run on it once, in eval
-            mode and without gradients, to count the patterns of each layer. Without it, each layer
-            is taken to see one pattern per example.
+            mode, to count the patterns of each layer. Without it, each layer is taken to see one
+            pattern per example, and the first one to be fed with the inputs.
+        examples: how many different examples there are, if they come again as they are: the keys of
+            layers that are fed with them are stored once. Without it, all are taken to be new.
         tags: how many columns `recorder.tag` will be given (example and label: 2).
         path: where the memory will go; the estimate then says whether it fits.
         layers: as given to `record`.
         dtype, error_signals: how patterns will be stored, as `record` takes them.
     """
-    for name, value in (("batch", batch), ("steps", steps)):
+    for name, value in (("batch", batch), ("steps", steps), ("examples", examples)):
+        if value is None and name == "examples":
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise DualFormError(f"{name}={value!r} was given; expected a whole number from 1 up")
     if not isinstance(model, nn.Module):
@@ -197,13 +207,15 @@ def estimate(
     trained = _trained_layers(model, layers)
     if inputs is None:
         calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in trained}
+        given = set(list(trained)[:1])
     else:
-        calls = _count(model, trained, inputs, batch)
+        calls, given = _count(model, trained, inputs, batch)
     storage = Storage(dtype, chosen(error_signals))
     storage.check(trained)
     plan = _Plan(
         model, calls, batch, steps, tags, step_budget, snapshot_every, segment_bytes, storage
     )
+    plan.given, plan.examples = given, examples
     plan.uncalled = [layer.name for layer in trained if layer not in calls]
     place, free = _free_space(path)
     return Estimate(
@@ -234,9 +246,13 @@ def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Mo
 
 def _count(
     model: nn.Module, layers: Mapping[Layer, nn.Module], inputs: Any, batch: int
-) -> dict[Layer, Calls]:
-    """The leading shape of every call of every layer, scaled from the sample to the batch."""
+) -> tuple[dict[Layer, Calls], set[Layer]]:
+    """The leading shape of every call of every layer, scaled from the sample to the batch.
+
+    And the layers that are fed with what training does not compute: the inputs.
+    """
     positional, named = _as_arguments(inputs)
+    given_layers = set(layers)
     seen: dict[Layer, Calls] = {layer: [] for layer in layers}
     sample = next((t.shape[0] for t in [*positional, *named.values()] if _has_rows(t)), 0)
     if not sample:
@@ -248,6 +264,8 @@ def _count(
     def hook(layer: Layer) -> Any:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args else kwargs["input"]
+            if given.requires_grad:
+                given_layers.discard(layer)
             first, *rest = given.shape[:-1] or (1,)
             seen[layer].append((math.ceil(first * batch / sample), *rest))
 
@@ -260,7 +278,7 @@ def _count(
             stack.callback(handle.remove)
         copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
         torch.func.functional_call(model, copies, positional, named)
-    return {layer: shapes for layer, shapes in seen.items() if shapes}
+    return {layer: shapes for layer, shapes in seen.items() if shapes}, given_layers
 
 
 def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -275,12 +293,12 @@ def _has_rows(value: Any) -> bool:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every module's mode and the random states are put back."""
+    """Eval mode; every module's mode and the random states are put back."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     state = random.getstate()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
             model.eval()
             yield
     finally:
@@ -313,6 +331,8 @@ class _Plan:
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         self.uncalled: list[str] = []
+        self.given: set[Layer] = set()
+        self.examples: int | None = None
         self.moving = _moving_buffers(model)
         covered = {name for layer in calls for name in layer.parameters}
         for layer in calls:
@@ -338,9 +358,21 @@ class _Plan:
                 rows := sum(map(math.prod, shapes)),
                 rows * self.steps,
                 sum(self._bytes_per_pattern(layer)),
+                self._bytes_of_keys(layer, rows),
+                rows * self.steps * self._bytes_per_pattern(layer)[1],
             )
             for layer, shapes in self.calls.items()
         )
+
+    def _bytes_of_keys(self, layer: Layer, rows: int) -> int:
+        """Where keys may recur: those that differ, and a reference per pattern."""
+        size, patterns = self._bytes_per_pattern(layer)[0], rows * self.steps
+        if layer not in self.given:
+            return size * patterns
+        differ = patterns
+        if self.examples is not None:
+            differ = min(patterns, math.ceil(self.examples * rows / self.batch))
+        return size * differ + REFERENCE_BYTES * patterns
 
     def _bytes_per_pattern(self, layer: Layer) -> tuple[int, int]:
         """Of a key and of an error signal, which may come with a scale."""
@@ -348,11 +380,9 @@ class _Plan:
         return self.storage.bytes_per_pattern(layer, trained)
 
     def parts(self) -> dict[str, int]:
-        sizes = [self._bytes_per_pattern(layer) for layer in self.calls]
-        counted = list(zip(self.layers(), sizes, strict=True))
         return {
-            "keys": sum(la.patterns * key for la, (key, _) in counted),
-            "error signals": sum(la.patterns * signal for la, (_, signal) in counted),
+            "keys": sum(layer.bytes_of_keys for layer in self.layers()),
+            "error signals": sum(layer.bytes_of_error_signals for layer in self.layers()),
             "columns": self._columns(),
             "log": self.steps * (LOG_BYTES * len(self.parameters) + 8 * len(HYPERPARAMETERS)),
             "step-level parameters": self._gradients_kept() + self._accumulated(),
@@ -365,6 +395,12 @@ class _Plan:
     def remarks(self, *, sampled: bool) -> Iterator[str]:
         if not sampled and self.calls:
             yield "one pattern per example and layer is assumed; a sample batch (inputs) counts"
+        if self.given and self.examples is None:
+            yield (
+                f"all keys of {', '.join(la.name for la in self.calls if la in self.given)} are "
+                "taken to be new; if examples come again, as they are, say how many there are "
+                "(examples): they are stored once"
+            )
         if self.uncalled:
             yield f"not called for the sample, so without patterns: {', '.join(self.uncalled)}"
         if self.unresolved and self._is_over_budget():

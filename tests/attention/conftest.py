@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -114,18 +112,6 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 def run(train: Train) -> Run:
     """Momentum, decay, clipping, a warm optimizer; float64, 30 steps of 8 patterns."""
     return train(warm=3)
-
-
-@pytest.fixture(scope="session")
-def tampering() -> ModuleType:
-    """The forger's tools, which live with the tests of the format."""
-    path = Path(__file__).parent.parent / "memory" / "tampering.py"
-    spec = importlib.util.spec_from_file_location("tampering", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def relative(one: Tensor, other: Tensor) -> float:

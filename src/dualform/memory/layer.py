@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.memory.description import DescribedLayer
+from dualform.memory.distinct import DistinctKeys
 from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
 
@@ -133,6 +134,9 @@ class LayerMemory:
     def _tensor(self, segment: Segment, kind: str) -> Callable[[int, int], Tensor]:
         """A segment's keys or error signals, to be read from row to row."""
         width = self.in_features if kind == "keys" else self.out_features
+        if kind == "keys" and segment.references(self.name) is not None:
+            numbers = self.recurring.of_segment(segment)
+            return lambda low, high: self.recurring.take(numbers[low:high])
         stored = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
         if stored.dtype == self.dtype:
             return lambda low, high: stored[low:high]
@@ -145,6 +149,21 @@ class LayerMemory:
             return stored[low:high].to(self.dtype) * scale
 
         return read
+
+    @cached_property
+    def recurring(self) -> DistinctKeys:
+        """The different keys of the segments in which keys that recur are stored once."""
+        referring = [s for s in self._segments if s.references(self.name) is not None]
+        return DistinctKeys(self.name, self.in_features, self.dtype, self.stored, referring)
+
+    @property
+    def distinct(self) -> DistinctKeys | None:
+        """The different keys, where keys that recur are stored once; None where each is stored.
+
+        So it is for layers that are fed with the network's inputs, unless there are too many.
+        """
+        referring = all(s.references(self.name) is not None for s in self._segments)
+        return self.recurring if referring and self._segments else None
 
     @property
     def keys(self) -> Tensor:

@@ -14,7 +14,7 @@ checksum, so the old one is checked first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dualform.errors import MemoryFileError
 from dualform.memory.files import NO_VALUE, read_manifest
 from dualform.memory.memory import Memory
 from dualform.memory.segments import Segment
-from dualform.memory.tensor_files import PAGE, TensorBytes, tensor_bytes, whole_pages
+from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 
 FINGERPRINTS = ("fingerprints", "momentum_fingerprints")
 OWN_COLUMNS = ("step", "position", "microbatch", "call", "rank")
@@ -152,8 +152,8 @@ def cut_segment(
             pass  # below, with the new last one
         elif rest in layers:  # rows of a layer, or what goes with them row by row
             if rest in rows:
-                per_row = len(stored) == layers[rest]["rows"]
-                tensors.append(_in_pages(name, stored[: rows[rest]] if per_row else stored))
+                left = rows[rest] if kind != "keys" else _keys_left(segment, rest, rows[rest])
+                tensors.append(paged_bytes(name, stored[:left]))
         else:
             tensors.append(tensor_bytes(name, stored))
     tensors += _fingerprints(segment, step, weights, momentum)
@@ -166,14 +166,6 @@ def cut_segment(
         },
     }
     return CutSegment(tensors, metadata, rows)
-
-
-def _in_pages(name: str, rows: torch.Tensor) -> TensorBytes:
-    """Rows of a layer, from a page boundary on as in any other segment."""
-    packed = tensor_bytes(name, rows)
-    pages = memoryview(whole_pages(packed.bytes))[: packed.bytes + -packed.bytes % PAGE]
-    pages[: packed.bytes] = packed.pieces[0]
-    return replace(packed, pieces=[pages[: packed.bytes]], pages=pages)
 
 
 def _rows_left(segment: Segment, step: int) -> tuple[dict[str, int], dict[int, int]]:
@@ -191,6 +183,19 @@ def _rows_left(segment: Segment, step: int) -> tuple[dict[str, int], dict[int, i
         if left:
             rows[name] = tables[layer["table"]] = left
     return rows, tables
+
+
+def _keys_left(segment: Segment, layer: str, rows: int) -> int:
+    """How many of the stored keys the first patterns need: each its own, or those referred to.
+
+    Rows are numbered as they first come, so that what later patterns brought is at the end.
+    """
+    references = segment.references(layer)
+    if references is None:
+        return rows
+    stored = segment.file.tensor(f"keys/{layer}").shape[0]
+    highest = int(references.max(initial=-1))
+    return max(0, stored - (highest - int(references[:rows].max(initial=-1))))
 
 
 def _is_blank(column: str, values: torch.Tensor) -> bool:

@@ -34,6 +34,10 @@ LOG_TYPES = {
 """What the log keeps of every step and parameter, [S, P]."""
 
 
+REFERENCES = "key_references"
+"""What says, pattern by pattern, which of a layer's different keys it has."""
+
+
 def scales_of(kind: str) -> str:
     """What the scales of narrow rows are called: `error_signal_scales`."""
     return f"{kind.removesuffix('s')}_scales"
@@ -97,13 +101,29 @@ class Segment:
         return self._rows.get(layer, 0)
 
     def tensor(self, kind: str, layer: str, width: int, dtypes: Sequence[torch.dtype]) -> Tensor:
-        """`keys` or `error_signals` of a layer as stored, in one of some dtypes: [rows, width]."""
-        tensor = self.file.tensor(f"{kind}/{layer}", (self.rows(layer), width))
+        """`keys` or `error_signals` of a layer as stored, in one of some dtypes: [rows, width].
+
+        Of keys that are referred to, only those that no earlier segment had.
+        """
+        name, rows = f"{kind}/{layer}", self.rows(layer)
+        if kind == "keys" and self._refers(layer):
+            stored = self.file.tensor(name)
+            rows = min(rows, stored.shape[0] if stored.dim() else 0)
+        tensor = self.file.tensor(name, (rows, width))
         if tensor.dtype not in dtypes:
             raise self._wrong(
                 f"{kind}/{layer} has type {tensor.dtype}, expected {' or '.join(map(str, dtypes))}"
             )
         return tensor
+
+    def _refers(self, layer: str) -> bool:
+        return f"{REFERENCES}/{layer}" in self.file.names
+
+    def references(self, layer: str) -> NDArray[np.int32] | None:
+        """Which of the layer's different keys each pattern has; None if keys are stored each."""
+        if not self._refers(layer):
+            return None
+        return self.file.array(f"{REFERENCES}/{layer}", (self.rows(layer),), torch.int32)
 
     def scales(self, kind: str, layer: str) -> Tensor:
         """What each row of a layer's narrow `kind` is to be multiplied by: float32, [rows]."""

@@ -20,7 +20,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,14 @@ def tensor_bytes(name: str, value: Tensor | NDArray[Any]) -> TensorBytes:
     """An ordinary tensor or array to be written."""
     tensor = _plain(name, value)
     return TensorBytes(name, tensor.dtype, tuple(tensor.shape), [_raw(tensor)])
+
+
+def paged_bytes(name: str, value: Tensor | NDArray[Any]) -> TensorBytes:
+    """A copy of a large tensor that begins at a page boundary, as O_DIRECT wants it."""
+    packed = tensor_bytes(name, value)
+    pages = memoryview(whole_pages(packed.bytes))[: packed.bytes + -packed.bytes % PAGE]
+    pages[: packed.bytes] = packed.pieces[0]
+    return replace(packed, pieces=[pages[: packed.bytes]], pages=pages)
 
 
 def stacked_bytes(name: str, values: Sequence[Tensor]) -> TensorBytes:

@@ -57,6 +57,7 @@ class Capture:
         self.on_patterns = on_patterns
         self._active = True
         self._forgotten: set[Layer] = set()
+        self._given = {layer for layer, _ in self._layers.values()}
         self.others: dict[int, OnCall] = {}
         """Other modules to look at, by identity, and who does."""
         self.mark: Callable[[Node], None] | None = None
@@ -76,6 +77,10 @@ class Capture:
     def wants(self, layer: Layer) -> bool:
         """Whether patterns of the layer are still of interest."""
         return self._active and layer not in self._forgotten
+
+    def is_given(self, layer: Layer) -> bool:
+        """Whether training never computed any of the layer's keys: they may come again."""
+        return layer in self._given
 
     def node(self, parameter: Tensor) -> Node:
         """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
@@ -112,7 +117,10 @@ class Capture:
         ]
         if not nodes or weight is None:
             return
-        key = (args[0] if args else kwargs["input"]).detach()
+        given = args[0] if args else kwargs["input"]
+        if given.requires_grad:
+            self._given.discard(layer)
+        key = given.detach()
         if not weight.requires_grad:  # then autograd does not guard it from in-place edits
             key = key.clone()
         if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input

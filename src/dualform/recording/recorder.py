@@ -38,6 +38,7 @@ from dualform.recording.gradients import Gradients
 from dualform.recording.graph import GraphCapture, possible_names
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.parameters import Parameters, Watched, is_reset
+from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
 from dualform.recording.sink import SETS, DiskSink, Extras, Sink
 from dualform.recording.steps import Steps, read_before_moving, unknown_rule
@@ -82,8 +83,7 @@ class Recorder:
         self._strict = audit == "raise"
         self._overwrite, self._resume = overwrite, resume
         self._phases: list[dict[str, Any]] = []
-        self._snapshot_every = snapshot_every
-        self._segment_bytes = segment_bytes
+        self._snapshot_every, self._segment_bytes = snapshot_every, segment_bytes
         self._storage = storage
         self._accounts = StepAccounts(step_budget)
         self._lock = threading.RLock()
@@ -230,6 +230,8 @@ class Recorder:
                 self._writer.begin(initial, self._description())
             else:
                 self._go_on(resumed)
+            known = None if resumed is None else resumed.stored_keys
+            recurring = Recurring(lambda layer: self._capture.is_given(layer), known)
             self._sink: Sink = DiskSink(
                 self._writer,
                 self._gather,
@@ -237,6 +239,7 @@ class Recorder:
                 self._storage,
                 segment_bytes=self._segment_bytes,
                 first_step=self._steps.step,
+                fold=recurring.fold,
             )
             undo.pop_all()
         self._gradients = Gradients(self._parameters, self._sink)
@@ -305,8 +308,7 @@ class Recorder:
             self._calls, self._differentiated = {}, False
         call = self._calls.get(layer, 0)
         self._calls[layer] = call + 1
-        if layer not in self._first_use:
-            self._first_use[layer] = len(self._first_use)
+        self._first_use.setdefault(layer, len(self._first_use))
         tag = self._tag
         return tag, tag is not None and tag.update != self._updates, call
 
@@ -342,16 +344,11 @@ class Recorder:
                 self._unexplained_gradient(trained[0], change)
             visit = Visit(step, microbatch, call, shape, tag)
             kept = self._sink.append(layer, keys, error_signals, visit)
-            weight = bias = None
             for watched in trained:
                 watched.seen = step
-                if watched.resolved:
-                    if watched.name == layer.weight:
-                        weight = watched.audit
-                    else:
-                        bias = watched.audit
-            if weight is not None or bias is not None:
+            if audits := {w.name: w.audit for w in trained if w.resolved}:
                 rows = Rows(step, *kept, offset=layer.offset, bias_offset=layer.bias_offset)
+                weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
                 self._parameters.audits.see(weight, bias, keys, error_signals, rows)
 
     def _without_patterns(self, watched: Watched) -> None:

@@ -181,6 +181,11 @@ class Narrow:
         self._held.trim()
 
     @property
+    def filled(self) -> Tensor:
+        """The rows there are, as they will be written (without their scales)."""
+        return self._held.filled
+
+    @property
     def rows(self) -> int:
         return self._held.rows
 

@@ -14,7 +14,7 @@ logged as `fresh`, which is exactly what happens to the old buffer's share: it e
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dualform.errors import RecordingError
 from dualform.layers import Layer
 from dualform.learning_rules import ParameterLog, transitions
-from dualform.memory import Phase
+from dualform.memory import Memory, Phase
 from dualform.memory.files import MANIFEST
 from dualform.memory.rewinding import Remainder, ReopenedMemory
 from dualform.memory.writing import MemoryWriter
@@ -211,6 +211,12 @@ class Resumption:
                 dropped,
             )
         self.writer.rewind(self._left, description)
+
+    def stored_keys(self, layer: Layer) -> Iterator[Tensor]:
+        """The different keys of a layer that the memory holds, now that it has been cut back."""
+        memory = Memory.open(self.memory.path)
+        if layer.name in memory.layers:
+            yield from memory.layer(layer.name).recurring.stored()
 
     # -- what the recorder would know by now ----------------------------------------------------
 

@@ -7,6 +7,7 @@ layers come and go, and must stay whole if Ctrl-C strikes in the middle of growi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,9 +16,15 @@ from torch import Tensor
 
 from dualform.layers import Layer
 from dualform.learning_rules import HYPERPARAMETERS
+from dualform.memory.segments import REFERENCES
+from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 from dualform.memory.writing import SegmentContent
+from dualform.recording.recurring import Folded
 from dualform.recording.regions import Place
 from dualform.recording.tags import Visit, expand
+
+Fold = Callable[[Layer, Tensor], Folded | None]
+"""Given a layer's keys of one segment: as stored if rows recur, None if each is stored."""
 
 
 class StepRecord(NamedTuple):
@@ -155,8 +162,11 @@ class BufferSet:
             for name in [n for n, (steps, _) in events.items() if not steps]:
                 del events[name]
 
-    def content(self, extras: Extras) -> SegmentContent:
-        """The collected steps as the format wants them; layers with like rows share a table."""
+    def content(self, extras: Extras, fold: Fold = lambda layer, rows: None) -> SegmentContent:
+        """The collected steps as the format wants them; layers with like rows share a table.
+
+        `fold` is asked for the keys of every layer: are there rows that were stored before?
+        """
         tables: list[dict[str, Any]] = []
         seen: dict[tuple[Visit, ...], int] = {}
         table_of: dict[str, int] = {}
@@ -170,12 +180,7 @@ class BufferSet:
         return SegmentContent(
             first_step=self.first_step,
             steps=len(self.records),
-            patterns=[
-                tensor
-                for layer in used
-                for kind, region in self._of_layer(layer).items()
-                for tensor in region.tensors(kind, layer.name)
-            ],
+            patterns=[tensor for layer in used for tensor in self._tensors(layer, fold)],
             rows={layer.name: self.keys[layer].rows for layer in used},
             table_of=table_of,
             tables=tables,
@@ -188,6 +193,16 @@ class BufferSet:
             buffers=self.buffers,
             learned=extras.learned,
         )
+
+    def _tensors(self, layer: Layer, fold: Fold) -> Iterator[TensorBytes]:
+        for kind, region in self._of_layer(layer).items():
+            folded = fold(layer, region.filled) if kind == "keys" else None
+            if folded is None or len(folded.new) == region.rows:
+                yield from region.tensors(kind, layer.name)
+            else:
+                yield paged_bytes(f"{kind}/{layer.name}", folded.new)
+            if folded is not None:
+                yield tensor_bytes(f"{REFERENCES}/{layer.name}", folded.references)
 
 
 def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:

@@ -8,8 +8,9 @@ cannot keep up, training waits, and what is waiting to be written takes at most
     SETS × (segment_bytes + the bytes of the largest step)
 
 of memory: patterns with their columns, logs, and gradients of parameters without patterns. (On top
-come the columns of the one segment being written, one layer's buffer while it is moved to a larger
-place, and, when weights are to be kept, a copy of them.)
+come the columns of the one segment being written and its keys that did not recur, one layer's
+buffer while it is moved to a larger place, an index of the inputs seen (`recurring.py`), and, when
+weights are to be kept, a copy of them.)
 
 A pattern becomes part of the memory only at the end of its step; until then it can be taken back
 (`rewind`), which is what happens to the patterns of a step that an optimizer skipped.
@@ -36,7 +37,7 @@ from torch import Tensor
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.ring import BufferSet
+from dualform.recording.ring import BufferSet, Fold
 from dualform.recording.ring import Extras as Extras
 from dualform.recording.ring import StepRecord as StepRecord
 from dualform.recording.storage import Storage
@@ -93,11 +94,13 @@ class DiskSink(Sink):
         segment_bytes: int = SEGMENT_BYTES,
         commit_seconds: float | None = None,
         first_step: int = 0,
+        fold: Fold = lambda layer, rows: None,
     ) -> None:
         self._writer = writer
         self._gather = gather
         self._dtype_of = dtype_of
         self._storage = storage
+        self._fold = fold
         self._segment_bytes = segment_bytes
         self._commit_seconds = COMMIT_SECONDS if commit_seconds is None else commit_seconds
         self._last_commit = time.monotonic()
@@ -265,7 +268,7 @@ class DiskSink(Sink):
             try:
                 extras = collected.extras
                 assert extras is not None
-                self._writer.commit(collected.content(extras), extras.description)
+                self._writer.commit(collected.content(extras, self._fold), extras.description)
                 if extras.snapshot is not None:
                     self._writer.keep_snapshot(collected.end, extras.snapshot)
             except BaseException as error:
