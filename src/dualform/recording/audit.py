@@ -277,8 +277,9 @@ class ParameterAudit:
 
     @property
     def clarity(self) -> float:
-        """How far what the patterns sum to stands above its own rounding."""
-        return _norm(self.expected) / self.rounding if self.gross else 0.0
+        """How far what the patterns sum to stands above its own rounding, by a recent measure."""
+        gross = self._recent if self._recent and self._age < RECENT else self.gross
+        return _norm(self.expected) / (self.gradient_eps * gross) if gross else 0.0
 
     def allows(self, measured: float, other: float) -> bool:
         """Whether a factor other than the one measured explains the gradient as well."""

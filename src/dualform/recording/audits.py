@@ -24,6 +24,10 @@ from dualform.recording.audit import (
 )
 
 
+TALL = 1 << 18
+"""From this many error signals on, their two sums are taken one after the other."""
+
+
 class Audits:
     """All parameters' audits: what is done to each of them at every step, done at once.
 
@@ -151,7 +155,10 @@ def see_patterns(
             weight.see((error_signals.T @ keys).reshape(-1), rows, eps, rows.offset)
     else:
         torch.mv(keys, weight.probe, out=ones_and_keys[1])
-        sums = torch.mm(ones_and_keys, error_signals)
+        if error_signals.numel() < TALL:
+            sums = torch.mm(ones_and_keys, error_signals)
+        else:  # for a product of two rows with many, torch has no good kernel
+            sums = torch.stack([error_signals.sum(0), torch.mv(error_signals.T, ones_and_keys[1])])
         weight.see(sums[1], rows, eps, rows.offset)
     if bias is not None:
         bias.see(sums[0], rows, eps, rows.bias_offset)

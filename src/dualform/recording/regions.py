@@ -22,6 +22,9 @@ from torch import Tensor
 from dualform.memory.segments import scales_of
 from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
 
+AT_ONCE = 1 << 17
+"""How many entries are rounded at a time."""
+
 HUGE = 8 << 20
 """From this many bytes on a region asks for huge pages."""
 
@@ -65,13 +68,22 @@ class Region:
 
     def append(self, rows: Tensor) -> Tensor:
         """Copy rows; returns the copy."""
-        end = self.rows + rows.shape[0]
+        copy = self.room(rows.shape[0]).copy_(rows)
+        self.take(rows.shape[0])
+        return copy
+
+    def room(self, rows: int) -> Tensor:
+        """Where the next rows will lie; they are there once they are taken."""
+        end = self.rows + rows
         if end > self.capacity:
             self.reserve(max(end, self.capacity + self.capacity // 2))
-        copy = self._memory[1][self.rows : end].copy_(rows)
+        return self._memory[1][self.rows : end]
+
+    def take(self, rows: int) -> None:
+        """So many rows have been written where there was room for them."""
+        end = self.rows + rows
         self.touched = max(self.touched, end * self.row_bytes)
         self.rows = end
-        return copy
 
     def reserve(self, capacity: int) -> None:
         """Make room for so many rows. The old memory counts until the new one is complete."""
@@ -142,13 +154,18 @@ class Narrow:
 
     def append(self, rows: Tensor) -> Tensor:
         """Copy rows, rounded; returns the copy."""
-        if rows.dtype != self.narrow and not self.is_wide and not self._holds(rows):
-            self._widen()
-        return self._held.append(rows)
+        if rows.dtype == self.narrow or self.is_wide:
+            return self._held.append(rows)
+        place = self._held.room(len(rows))
+        for part, to in zip(_parts(rows), _parts(place, like=rows), strict=True):
+            if not self._holds(part):
+                self._widen()
+                return self._held.append(rows)
+            to.copy_(part)
+        self._held.take(len(rows))
+        return place
 
     def _holds(self, rows: Tensor) -> bool:
-        if not rows.numel():
-            return True
         sizes = rows.abs().amax(1)
         if float(sizes.min()) >= self._smallest and float(sizes.max()) <= self._largest:
             return True
@@ -219,14 +236,23 @@ class Scaled(Narrow):
     def append(self, rows: Tensor) -> Tensor:
         """Copy rows, rounded; returns the copy, to be multiplied by `scales`."""
         self._last = None
-        if not self.is_wide:
-            scales = _scales_of(rows)
-            if scales is not None:
-                self._scales.cut(self.rows)
-                self._last = self._scales.append(scales[:, None])[:, 0]
-                return self._held.append(rows / scales[:, None])
-            self._widen()
-        return self._held.append(rows)
+        if self.is_wide:
+            return self._held.append(rows)
+        self._scales.cut(self.rows)
+        place, kept = self._held.room(len(rows)), self._scales.room(len(rows))[:, 0]
+        for part, to, beside in zip(
+            _parts(rows), _parts(place, like=rows), _parts(kept, like=rows), strict=True
+        ):
+            scales = _scales_of(part)
+            if scales is None:
+                self._widen()
+                return self._held.append(rows)
+            to.copy_(part / scales[:, None])
+            beside.copy_(scales)
+        self._scales.take(len(rows))
+        self._held.take(len(rows))
+        self._last = kept
+        return place
 
     def _widen(self) -> None:
         super()._widen()
@@ -277,6 +303,19 @@ Place = Region | Narrow
 """Any of them."""
 
 
+def _parts(rows: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """A few rows at a time, so that what is computed of them on the way stays in the cache.
+
+    On an accelerator all at once: there, waiting costs more. `like`: cut as those rows are.
+    """
+    model = rows if like is None else like
+    if not model.numel():
+        return ()
+    if model.device.type != "cpu":
+        return (rows,)
+    return torch.split(rows, max(1, AT_ONCE // model.shape[1]))
+
+
 def _finite_sizes(rows: Tensor) -> Tensor:
     """The largest finite entry of each row, by size."""
     return rows.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1)
@@ -287,8 +326,6 @@ def _scales_of(rows: Tensor) -> Tensor | None:
 
     Only float64 can be.
     """
-    if not rows.numel():
-        return torch.ones(len(rows))
     sizes = rows.abs().amax(1)
     if not isfinite(float(sizes.max())):  # an overflow in training, which may still be dropped
         sizes = _finite_sizes(rows)
