@@ -126,6 +126,20 @@ def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> 
     return trained
 
 
+def ranks(given: tuple[str, ...]) -> int | dict[str, int]:
+    """What `--rank 16` or `--rank fc1=16 --rank fc2=8` means."""
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal():
+            raise df.DualFormError(
+                f"--rank {text} is not a number of patterns; expected --rank 16 for all layers, or "
+                "--rank fc1=16 for a layer (or a name pattern); repeatable"
+            )
+        found[name or "*"] = int(number)
+    return found["*"] if found.keys() == {"*"} else found
+
+
 @contextmanager
 def running(file: Path | None) -> Iterator[None]:
     """While the user's own module runs: what it raises is said in a sentence."""
