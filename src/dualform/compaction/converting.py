@@ -203,7 +203,8 @@ class _Conversion:
             progress(done, len(source.segments))
             added: dict[str, Any] = {f"sizes/{n}": s for n, s in self._sums.advance().items()}
             if segment.end in self._ends:
-                added |= {f"learned/{name}": self._sums.learned(name) for name in choices.summed}
+                learned = {name: self._sums.learned(name) for name in sorted(choices.summed)}
+                added |= {f"learned/{name}": part for name, part in learned.items()}
             equivalents: dict[str, Equivalent] = {}
             if segment.end == source.steps:
                 self._refuse_other_sums()
@@ -246,7 +247,8 @@ def _missing(
     """What the singular vectors leave out of every compacted weight, float64."""
     missing = {
         name: torch.zeros(source.parameters[name].shape, dtype=torch.float64)
-        for name in choices.compacted
+        for name in source.parameters
+        if name in choices.compacted
     }
     for name, patterns in equivalents.items():
         layer = source.layer(name)
