@@ -171,7 +171,7 @@ def test_every_place_that_shows_them_says_what_they_are(compacted: Path) -> None
     ):
         assert "singular vectors of what was learned" in shown
     assert spotlight.top(2).columns == ("rank", "pattern", "weight")
-    assert "compacted: fc1.weight, leaving out" in repr(certificate)
+    assert "leaving out of what was learned: fc1.weight" in repr(certificate)
     assert certificate.to_dict()["compacted"].keys() == {"fc1.weight"}
     assert memory.parameters["fc1.weight"].left_out == certificate.compacted["fc1.weight"]
     with pytest.raises(df.QueryError, match="kept one by one in its layers"):

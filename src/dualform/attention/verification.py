@@ -144,10 +144,11 @@ class Verification:
         if self.keys_alone:
             names = ", ".join(self.keys_alone)
             lines.append(f"  kept without error signals: {names}. Checksums cover their keys")
-        for name, share in self.compacted.items():
+        if self.compacted:
+            shares = ", ".join(f"{name} {share:.1e}" for name, share in self.compacted.items())
             lines.append(
-                f"  compacted: {name}, leaving out {share:.1e} of what was learned; examples and "
-                "steps are forgotten"
+                f"  compacted, leaving out of what was learned: {shares}. Examples and steps are "
+                "forgotten"
             )
         lines += [f"  remark: {remark}" for remark in self.remarks]
         lines += [f"  sha256 {name}: {value[:16]}…" for name, value in self.hashes.items()]

@@ -78,7 +78,9 @@ def compact(
     with MemoryCopy(path, overwrite=overwrite) as copy:
         left_out = conversion.write(copy, stages.next())
     made = Memory.open(path)
-    after, rebuilt, _ = _certified(made, stages.next())
+    last = stages.next()
+    after, rebuilt, _ = _certified(made, last)
+    last(1, 1)
     return Compaction(
         source.path,
         path,

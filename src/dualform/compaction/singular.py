@@ -61,5 +61,10 @@ def equivalent(
     values = signals.to(layer.dtype)
     if scales is not None:
         values = values * scales[:, None].to(layer.dtype)
-    written = values.double().T @ keys.to(layer.dtype).double()
-    return Equivalent(keys, signals, scales, learned - written)
+    left_out = learned - values.double().T @ keys.to(layer.dtype).double()
+    if not bool(left_out.isfinite().all()):
+        raise QueryError(
+            f"{str(layer.dtype).removeprefix('torch.')}, which layer {layer.name!r} was trained "
+            "in, cannot hold the singular vectors of what it learned; leave it out of rank="
+        )
+    return Equivalent(keys, signals, scales, left_out)

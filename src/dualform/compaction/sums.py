@@ -13,7 +13,7 @@ they will write there is kept until then.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import sqrt
 
 import numpy as np
@@ -57,62 +57,49 @@ class LearnedSums:
         """
         index, segment = self._done, self._memory.segments[self._done]
         sizes = {name: _Sizes(segment) for name in self._parameters}
-        for key, layer in self._writers(segment):
-            self._read(index, segment, key, layer, sizes[key[1]])
-        keys = {key for key, _ in self._pending} | self._states.keys()
-        for key in keys:
-            (ww, wm), (mw, mm) = self._stretches[key[1]][index].whole.tolist()
-            written = self._pending.pop((key, index), None)
-            state = self._states.get(key)
-            if state is not None:
-                weight, momentum = state
-                state = torch.stack([ww * weight + wm * momentum, mw * weight + mm * momentum])
-                state = state if written is None else state.add_(written)
-            else:
-                state = written
-            if state is not None:
-                self._states[key] = state
+        for name in self._memory.layers:
+            if segment.rows(name):
+                layer = self._memory.layer_in(segment, name)
+                own = [p for p in (layer.weight, layer.bias) if p in self._stretches]
+                for parameter in filter(None, own):
+                    sizes[parameter].add(layer, parameter, self._directions[parameter])
+                    self._read(index, segment, layer, parameter)
+        for key in {key for key, _ in self._pending} | self._states.keys():
+            self._move_on(key, index)
         self._done += 1
         heights = {name: self._memory.parameters[name].height for name in self._parameters}
         return {name: found.measured(heights[name]) for name, found in sizes.items()}
 
-    def _writers(self, segment: Segment) -> Iterator[tuple[Key, LayerMemory]]:
-        for name in self._memory.layers:
-            layer = self._memory.layer(name)
-            for parameter in (layer.weight, layer.bias):
-                if parameter in self._stretches and segment.rows(name):
-                    yield (name, parameter), self._memory.layer_in(segment, name)
+    def _move_on(self, key: Key, index: int) -> None:
+        """(W, m) at the end of a segment: what they were times four numbers, plus what came in."""
+        written, state = self._pending.pop((key, index), None), self._states.get(key)
+        if state is not None:
+            (ww, wm), (mw, mm) = self._stretches[key[1]][index].whole.tolist()
+            weight, momentum = state
+            state = torch.stack([ww * weight + wm * momentum, mw * weight + mm * momentum])
+            written = state if written is None else written.add_(state)
+        if written is not None:
+            self._states[key] = written
 
-    def _read(
-        self, index: int, segment: Segment, key: Key, layer: LayerMemory, sizes: _Sizes
-    ) -> None:
+    def _read(self, index: int, segment: Segment, layer: LayerMemory, parameter: str) -> None:
         """Add up a segment's patterns of a layer for every stretch they act in."""
-        parameter = key[1]
         is_weight = parameter == layer.weight
-        probe, sketch = self._directions[parameter]
-        sketch = sketch[layer.rows_of(parameter)]
-        steps: NDArray[np.int64] = layer.patterns["step"]
-        acting = {
-            later: stretch
-            for later, stretch in enumerate(self._stretches[parameter])
-            if later >= index and stretch.first < segment.end
-        }
-        for part in engine.scan(layer, keys=is_weight):
-            of_step, signals = steps[part.rows], part.error_signals
-            keys = part.keys if is_weight else torch.ones(len(signals), 1, dtype=torch.float64)
-            sizes.add(of_step, signals, keys, probe, sketch)
-            for later, stretch in acting.items():
-                factors = _factors(stretch, of_step)
-                for state in range(2):
-                    if factors[:, state].any():
-                        values = signals * torch.from_numpy(factors[:, state])[:, None]
-                        total = values.T @ keys if is_weight else values.sum(0)
-                        self._add(key, later, state, total)
-
-    def _add(self, key: Key, stretch: int, state: int, total: Tensor) -> None:
-        if (key, stretch) not in self._pending:
-            self._pending[key, stretch] = torch.zeros(2, *total.shape, dtype=torch.float64)
-        self._pending[key, stretch][state] += total
+        key = layer.name, parameter
+        for later, stretch in enumerate(self._stretches[parameter][index:], index):
+            if stretch.first >= segment.end:
+                continue
+            factors = _factors(stretch, layer.patterns["step"])
+            for state in range(2):
+                if factors[:, state].any():
+                    rows = np.ascontiguousarray(factors[:, state])
+                    parts = engine.learned(
+                        layer, rows if is_weight else None, None if is_weight else rows
+                    )
+                    total = parts[0 if is_weight else 1]
+                    assert total is not None
+                    if (key, later) not in self._pending:
+                        self._pending[key, later] = torch.zeros(2, *total.shape).double()
+                    self._pending[key, later][state] += total
 
     def learned(self, parameter: str) -> Tensor:
         """The learned part of a parameter after the last segment taken in, float64."""
@@ -137,19 +124,25 @@ class _Sizes:
         self._first = segment.first_step
         self._sums: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(segment.steps))
 
-    def add(
-        self, steps: NDArray[np.int64], signals: Tensor, keys: Tensor, probe: Tensor, sketch: Tensor
-    ) -> None:
-        if not signals.numel() or not keys.numel():
-            return
-        typical = float(probe.norm()) / sqrt(len(probe))
-        for name, numbers in (
-            ("projection", (signals @ sketch) * (keys @ probe)),
-            ("squares", (signals.norm(dim=1) * keys.norm(dim=1) * typical).square()),
-            ("largest", signals.abs().amax(1) * keys.abs().amax(1)),
-        ):
-            sums = self._sums[name]
-            sums += np.bincount(steps - self._first, numbers.numpy(), len(sums))
+    def add(self, layer: LayerMemory, parameter: str, directions: tuple[Tensor, Tensor]) -> None:
+        """Take in all patterns of a layer that is one segment long."""
+        probe, sketch = directions
+        sketch = sketch[layer.rows_of(parameter)]
+        typical = float(probe.norm()) / sqrt(max(1, len(probe)))
+        is_weight = parameter == layer.weight
+        steps = layer.patterns["step"] - self._first
+        for part in engine.scan(layer, keys=is_weight):
+            signals = part.error_signals
+            keys = part.keys if is_weight else torch.ones(len(signals), 1, dtype=torch.float64)
+            if not signals.numel() or not keys.numel():
+                continue
+            for name, numbers in (
+                ("projection", (signals @ sketch) * (keys @ probe)),
+                ("squares", (signals.norm(dim=1) * keys.norm(dim=1) * typical).square()),
+                ("largest", signals.abs().amax(1) * keys.abs().amax(1)),
+            ):
+                sums = self._sums[name]
+                sums += np.bincount(steps[part.rows], numbers.numpy(), len(sums))
 
     def measured(self, height: int) -> NDArray[np.float64]:
         """[3, S]; `height` is how many entries a projection of the parameter has."""
