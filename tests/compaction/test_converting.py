@@ -13,7 +13,13 @@ import safetensors.torch
 import torch
 from tests.compaction.sources import SOURCES, Attending, Net, Tied, not_exact, record
 from tests.memory.runs import make_model
-from tests.memory.tampering import edit_tensor, read_manifest, replace_tensors, reseal
+from tests.memory.tampering import (
+    edit_tensor,
+    read_manifest,
+    replace_tensors,
+    reseal,
+    zero_error_signals,
+)
 from torch import Tensor, nn
 
 import dualform as df
@@ -274,6 +280,20 @@ def test_tensors_that_are_not_known_are_carried_over_byte_by_byte(
     for name in ("novelty/fc1", "novelty/fc1.weight", "something"):
         assert torch.equal(found[name], extra[name])
     assert "novelty/fc2" not in found
+
+
+def test_what_does_not_verify_is_not_laundered(recorded: Any, tmp_path: Path) -> None:
+    forged = Path(shutil.copytree(recorded("float32"), tmp_path / "forged"))
+    zero_error_signals(forged, step=7, layer="fc2")
+    for i, choices in enumerate(({"error_signals": False}, {"rank": 9}, {"layers": "fc3"})):
+        made = df.compact(forged, tmp_path / str(i), **choices)
+        assert made.before is not None
+        assert not made.before.passed
+        assert not made.passed
+        memory = df.Memory.open(tmp_path / str(i))
+        assert not memory.exact
+        assert any("did not verify: fc2.weight" in remark for remark in memory.remarks)
+        assert not df.compact(memory, tmp_path / f"{i} again").passed
 
 
 def test_tampering_with_a_learned_part_is_found(recorded: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Compaction:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "passed": self.passed,
-            "difference": dict(self.difference),
+            "difference": {n: v if isfinite(v) else None for n, v in self.difference.items()},
             "left_out": dict(self.left_out),
             "remarks": list(self.remarks),
             "before": None if self.before is None else self.before.to_dict(),

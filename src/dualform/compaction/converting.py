@@ -73,7 +73,7 @@ def compact(
     stages = _Stages(progress)
     source.check(stages.next())
     before, weights, reason = _certified(source, stages.next())
-    conversion = _Conversion(source, choices, ends, weights)
+    conversion = _Conversion(source, choices, ends, weights, before)
     conversion.refuse_full_disk(path)
     with MemoryCopy(path, overwrite=overwrite) as copy:
         left_out = conversion.write(copy, stages.next())
@@ -87,7 +87,7 @@ def compact(
         choices.describe(source) or "as it is",
         source.bytes_on_disk,
         made.bytes_on_disk,
-        {name: _difference(weight, rebuilt[name]) for name, weight in weights.items()},
+        {n: _difference(weight, rebuilt[n]) for n, weight in weights.items() if n in rebuilt},
         {name: share for name, (share, _) in left_out.items()},
         before,
         after,
@@ -162,9 +162,10 @@ class _Conversion:
         choices: Choices,
         ends: frozenset[int],
         weights: dict[str, Tensor],
+        certificate: Verification | None,
     ) -> None:
         self._source, self._choices, self._ends = source, choices, ends
-        self._weights = weights
+        self._weights, self._certificate = weights, certificate
         self._view = View(source, source.steps)
         self._rewriting = Rewriting(source, choices)
         self._sums = LearnedSums(self._view, source, choices.summed | choices.compacted)
@@ -217,7 +218,9 @@ class _Conversion:
             copy.add_segment(*self._rewriting.rewritten(segment, added, equivalents))
         for step, file in source.snapshot_files():
             copy.copy_snapshot(step, file)
-        manifest = converted_manifest(source, choices, self._rewriting, left_out)
+        manifest = converted_manifest(
+            source, choices, self._rewriting.columns, left_out, self._certificate
+        )
         copy.finish(manifest, closed=source.closed, trained=source.trained)
         progress(1, 1)
         return left_out

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from dualform.attention import Verification
 from dualform.compaction.choices import Choices
-from dualform.compaction.rewriting import Rewriting
 from dualform.memory.copying import SourceMemory
 from dualform.memory.files import canonical
 
@@ -25,10 +25,15 @@ LeftOut = dict[str, tuple[float, float]]
 def converted_manifest(
     source: SourceMemory,
     choices: Choices,
-    rewriting: Rewriting,
+    columns: frozenset[str],
     left_out: LeftOut,
+    certificate: Verification | None,
 ) -> dict[str, Any]:
-    """The source's own words, changed where it is now another memory."""
+    """The source's own words, changed where it is now another memory.
+
+    `columns` still have a value somewhere. Fewer patterns can be checked less sharply, so what the
+    source's certificate found has to go with them.
+    """
     manifest = source.manifest
     entries = {entry["name"]: dict(entry) for entry in manifest["layers"]}
     for name in choices.layers:
@@ -43,7 +48,11 @@ def converted_manifest(
         _parameter(source, entry, choices, left_out) if entry["name"] in changed else entry
         for entry in manifest["parameters"]
     ]
-    kept = rewriting.columns | frozenset(OWN_COLUMNS)
+    kept = columns | frozenset(OWN_COLUMNS)
+    remarks = [*source.recorded_remarks, *_remarks(source, choices, left_out)]
+    if certificate is not None and certificate.failures:
+        failed = ", ".join(f"{c.parameter} ({c.kind})" for c in certificate.failures)
+        remarks.append(f"the memory that this one was made from did not verify: {failed}")
     now = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "what": choices.describe(source) or "as it is",
@@ -54,7 +63,8 @@ def converted_manifest(
         "parameters": parameters,
         "columns": [pair for pair in manifest["columns"] if pair[0] in kept],
         "conversions": [*manifest.get("conversions", ()), now],
-        "remarks": [*source.recorded_remarks, *_remarks(source, choices, left_out)],
+        "exact": source.exact and (certificate is None or certificate.passed),
+        "remarks": remarks,
     }
 
 
