@@ -46,6 +46,18 @@ class Tied(nn.Module):
         return output
 
 
+class Functional(nn.Module):
+    """A weight used by a function: its layer is called as the parameter is. A bias never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.tanh(F.linear(x, self.fc.weight)))
+        return output
+
+
 class Attending(nn.Module):
     """A packed projection: several layers in one parameter."""
 
@@ -152,6 +164,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "accumulated": lambda path: record(path, error_signals=False, step_budget=0, snapshot_every=5),
     "one layer": lambda path: record(path, layers="fc2"),
     "tied": lambda path: record(path, Tied),
+    "functional": lambda path: record(path, Functional),
     "packed": lambda path: record(path, Attending, shape=(3, 6)),
     "idle layer": lambda path: record(path, Idle),
     "carried gradients": lambda path: record(path, carry=3, clip=1e9),

@@ -107,8 +107,7 @@ def _ranks(
         for name in chosen_names(memory.layers, pattern, "rank") if pattern != "*" else whole:
             layer = memory.layer(name)
             resolved = memory.parameters[layer.weight].coverage == "patterns"
-            resolved = resolved and layer.kind == "linear"
-            if name in whole and name not in alone and resolved:
+            if name in whole and name not in alone and resolved and layer.kind == "linear":
                 found[name] = value
             elif layer.rank is not None and pattern == "*" and layer.rank <= value:
                 continue  # it is as small as that already
