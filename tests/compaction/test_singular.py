@@ -220,8 +220,14 @@ def test_tampering_with_what_is_left_is_found(
     assert ("fc1.weight", "left out") in {(c.parameter, c.kind) for c in certificate.failures}
 
 
-def test_another_model_is_found(compacted: Path) -> None:
-    assert not df.DualForm(Net().double(), compacted).verify().passed
+def test_another_model_is_found(compacted: Path, source: Path) -> None:
+    net = df.DualForm(Net().double(), source).to_model()
+    dual = df.DualForm(net, compacted)
+    assert dual.verify().passed
+    with torch.no_grad():
+        net.get_parameter("fc1.weight")[0, 0] += 1e-6
+    found = dual.verify().failures
+    assert {(check.parameter, check.kind) for check in found} == {("fc1.weight", "left out")}
 
 
 def _layer(manifest: dict[str, Any], name: str = "fc1") -> dict[str, Any]:

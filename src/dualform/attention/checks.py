@@ -85,7 +85,7 @@ def verify(
         elif memory.parameters[name].coverage == "untrained":
             found[name] += _check_untrained(view, name)
         else:
-            found[name] += _check_accumulated(view, name)
+            found[name] += _check_accumulated(view, name, (reference or {}).get(name))
 
     for sums in tallies(view, rebuilt, progress):
         check(sums.parameter, sums)
@@ -288,10 +288,11 @@ def _check_untrained(view: View, name: str) -> list[Check]:
     return [worst]
 
 
-def _check_accumulated(view: View, name: str) -> list[Check]:
+def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Check]:
     """A parameter of which only the sum is known: its fingerprint wherever the sum was kept.
 
-    Where it was compacted, the fingerprint has to show what is said to have been left out, too.
+    Where it was compacted, the fingerprint has to show what is said to have been left out, too, and
+    so do the weights that were `trained`, where they are known.
     """
     memory, compacted = view.memory, view.memory.parameters[name].coverage == "compacted"
     known = [memory.steps] if compacted else list(memory.learned_steps(name))
@@ -299,14 +300,15 @@ def _check_accumulated(view: View, name: str) -> list[Check]:
     kept = [f for f in kept if name in f.values]
     probe = memory.probe(name).double()
     eps = _eps(view, name)
-    size = max((_rms(f.values[name].double()) for f in kept), default=0.0)
+    initial = _project(memory.initial(name), probe, memory.parameters[name].height)
+    size = max(_rms(p) for p in [initial, *(f.values[name].double() for f in kept)])
     sizes, left_out = memory.sizes(name)[:, : view.at], memory.left_out(name)
     expected = drift(
         view.log(name),
         np.array([f.step for f in kept], dtype=np.int64),
         eps=eps,
         gradient_eps=_gradient_eps(view, name),
-        size=max(size, _rms(_project(memory.initial(name), probe, memory.parameters[name].height))),
+        size=size,
         gross=sizes[0],
         anchored=False,
         stored=_stored(view, name) * sizes[1],
@@ -318,12 +320,15 @@ def _check_accumulated(view: View, name: str) -> list[Check]:
         values = seen.values[name].double()
         weights = _project(_begun(View(memory, seen.step), name), probe, len(values))
         scale = max(_rms(values), _rms(weights)) or 1.0
-        off, allowed = _rms(weights - values) / scale, bound / scale + eps
-        stated = _rms(left_out) / scale
+        moved = torch.tensor(_rms(weights + left_out - initial))
+        allowed = (bound + float(unmoved(moved, size, seen.step, eps))) / scale + eps
+        off, stated = _rms(weights - values) / scale, _rms(left_out) / scale
         check = Check(name, "fingerprints", off, allowed + stated, seen.step)
         worst = max([worst, check], key=_severity)
         if compacted:
-            off = _rms(weights + left_out - values) / scale
+            both = [values]
+            both += [] if trained is None else [_project(trained, probe, len(values))]
+            off = max(_rms(weights + left_out - v) / scale for v in both)
             whole.append(Check(name, "left out", off, allowed, seen.step))
     return [worst, *whole] if kept else []
 
