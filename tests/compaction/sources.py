@@ -91,9 +91,11 @@ def build(model: Callable[[], nn.Module], dtype: torch.dtype, **settings: Any) -
     return net, torch.optim.SGD(net.parameters(), **settings)
 
 
-def batches(start: int, steps: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    start: int, steps: int, shape: tuple[int, ...], period: int = 1000
+) -> Iterator[tuple[Tensor, Tensor]]:
     for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(step % period)
         inputs = torch.randn(8, *shape, generator=generator, dtype=torch.float64)
         yield inputs, torch.randint(0, 4, (8,), generator=generator)
 
@@ -108,18 +110,20 @@ def record(
     tagged: bool = True,
     carry: int = 1,
     more: int = 0,
+    period: int = 1000,
     clip: float = 0.5,
     settings: dict[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Train and record; `carry`: gradients are kept over so many steps; `more`: resumed steps."""
+    """Train and record; `carry`: gradients are kept over so many steps; `more`: resumed steps;
+    `period`: after so many steps the same inputs come again."""
     net, optimizer = build(model, precision, **(settings or {}))
     options = {"segment_bytes": 14_000} | options
     for start, count, resume in ((0, steps, False), (steps, more, True)):
         if not count and resume:
             continue
         with df.record(net, optimizer, path, resume=resume, **options) as recorder:
-            for i, (inputs, labels) in enumerate(batches(start, count, shape)):
+            for i, (inputs, labels) in enumerate(batches(start, count, shape, period)):
                 if tagged:
                     recorder.tag(example=labels + 10 * i, label=labels, task=f"task {i // 7}")
                 F.cross_entropy(net(inputs.to(precision)), labels).backward()
@@ -158,6 +162,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "float32": lambda path: record(path, precision=torch.float32),
     "norms, buffers, strings": lambda path: train(path, 13, segment_bytes=12_000),
     "resumed": lambda path: record(path, more=9),
+    "recurring inputs": lambda path: record(path, period=5),
     "untagged": lambda path: record(path, tagged=False),
     "keys alone": lambda path: record(path, error_signals=["fc2"]),
     "float16": lambda path: record(path, precision=torch.float32, dtype="float16"),

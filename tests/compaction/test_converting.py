@@ -152,6 +152,16 @@ def test_patterns_are_those_of_a_recording_in_that_dtype(
         assert relative(weight, weights(tmp_path / "narrow")[name]) <= 1e-6
 
 
+def test_inputs_that_recur_are_still_stored_once(recorded: Any, tmp_path: Path) -> None:
+    source = df.Memory.open(recorded("recurring inputs")).layer("fc1")
+    df.compact(recorded("recurring inputs"), tmp_path / "converted", dtype="bfloat16")
+    ours = df.Memory.open(tmp_path / "converted").layer("fc1")
+    assert source.distinct is not None
+    assert ours.distinct is not None
+    assert ours.distinct.rows == source.distinct.rows == 40
+    assert torch.equal(ours.keys, source.keys.bfloat16().double())
+
+
 def test_what_16_bits_cannot_hold_stays_as_it_was_and_is_reported(tmp_path: Path) -> None:
     class Loud(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from dualform.compaction.singular import Equivalent
 from dualform.memory.copying import SourceMemory
 from dualform.memory.narrowing import narrowed
 from dualform.memory.segments import Segment, scales_of
-from dualform.memory.tensor_files import TensorBytes, page_bytes, tensor_bytes
+from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 
 NOT_OF_LAYERS = frozenset(
     {"log", "patterns", "strings", "buffers", "fingerprint_steps"}
@@ -111,7 +111,7 @@ class Rewriting:
             elif self._narrows(kind, rest, stored):
                 tensors += self._narrowed(kind, rest, stored)
             elif kind not in NOT_OF_LAYERS and rest in layers:
-                tensors.append(page_bytes(name, stored))
+                tensors.append(paged_bytes(name, stored))
             else:
                 tensors.append(tensor_bytes(name, stored))
         tensors += [tensor_bytes(name, value) for name, value in added.items()]
@@ -131,19 +131,19 @@ class Rewriting:
         found = narrowed(stored, dtype, scaled=scaled)
         if found is None:  # 16 bits cannot hold it: this segment keeps it as it is
             self.kept_wide[layer] = self.kept_wide.get(layer, 0) + 1
-            return [page_bytes(f"{kind}/{layer}", stored)]
+            return [paged_bytes(f"{kind}/{layer}", stored)]
         rows, scales = found
-        written = [page_bytes(f"{kind}/{layer}", rows)]
+        written = [paged_bytes(f"{kind}/{layer}", rows)]
         if scales is not None:
-            written.append(page_bytes(f"{scales_of(kind)}/{layer}", scales))
+            written.append(paged_bytes(f"{scales_of(kind)}/{layer}", scales))
         return written
 
 
 def _equivalent(layer: str, patterns: Equivalent) -> list[TensorBytes]:
     written = [
-        page_bytes(f"keys/{layer}", patterns.keys),
-        page_bytes(f"error_signals/{layer}", patterns.error_signals),
+        paged_bytes(f"keys/{layer}", patterns.keys),
+        paged_bytes(f"error_signals/{layer}", patterns.error_signals),
     ]
     if patterns.scales is not None:
-        written.append(page_bytes(f"{scales_of('error_signals')}/{layer}", patterns.scales))
+        written.append(paged_bytes(f"{scales_of('error_signals')}/{layer}", patterns.scales))
     return written

@@ -69,7 +69,9 @@ class SourceMemory(Memory):
         patterns = Patterns(
             name, [segment], self._described.columns, self._strings, self._values_anywhere
         )
-        return LayerMemory(self._described.layers[name], [segment], patterns, ())
+        layer = LayerMemory(self._described.layers[name], [segment], patterns, ())
+        layer.recurring = self.layer(name).recurring  # its keys may lie in earlier segments
+        return layer
 
     @property
     def trained(self) -> int:

@@ -105,14 +105,6 @@ def stacked_bytes(name: str, values: Sequence[Tensor]) -> TensorBytes:
     return TensorBytes(name, tensors[0].dtype, shape, [_raw(t) for t in tensors])
 
 
-def page_bytes(name: str, rows: Tensor) -> TensorBytes:
-    """Rows of a layer to be written from a page boundary on, as the recorder's are: a copy."""
-    packed = tensor_bytes(name, rows)
-    pages = memoryview(whole_pages(packed.bytes))[: packed.bytes + -packed.bytes % PAGE]
-    pages[: packed.bytes] = packed.pieces[0]
-    return replace(packed, pieces=[pages[: packed.bytes]], pages=pages)
-
-
 def _plain(name: str, value: Tensor | NDArray[Any]) -> Tensor:
     array = isinstance(value, np.ndarray)
     tensor = torch.from_numpy(np.ascontiguousarray(value)) if array else torch.as_tensor(value)
