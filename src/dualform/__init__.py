@@ -12,6 +12,7 @@ from dualform.attention import (
     Spotlight,
     Verification,
 )
+from dualform.compaction import Compaction, compact
 from dualform.datasets import with_index
 from dualform.errors import (
     AuditError,
@@ -29,6 +30,7 @@ from dualform.version import __version__ as __version__
 __all__ = [
     "Attention",
     "AuditError",
+    "Compaction",
     "Contribution",
     "DualForm",
     "DualFormError",
@@ -43,6 +45,7 @@ __all__ = [
     "Spotlight",
     "Table",
     "Verification",
+    "compact",
     "estimate",
     "record",
     "with_index",

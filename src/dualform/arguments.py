@@ -27,13 +27,19 @@ TAKEN = frozenset({"by", "example", "layer", "layers", "progress", "queries", "t
 
 def example_id(memory: df.Memory, text: str) -> Any:
     """An id as it was tagged: a string where ids are strings, else a number."""
+    if memory.layers and len(memory.compacted) == len(memory.layers):
+        raise df.QueryError(
+            f"--example {text} was given, but every layer of {memory.path} was compacted: what it "
+            "holds is of no example. Ask the memory it was compacted from, or ask with --input"
+        )
     if "example" not in memory.columns:
         raise df.QueryError(
             "this memory was recorded without example ids, so --example has nothing to find; its "
             f"columns are {', '.join(memory.columns)}. Tag them: recorder.tag(example=ids)"
         )
     layers = (memory.layer(name) for name in memory.layers)
-    known = [value for layer in layers for value in layer.patterns.values("example")[:1]]
+    tables = [layer.patterns for layer in layers if layer.rank is None]
+    known = [value for table in tables for value in table.values("example")[:1]]
     if not known or isinstance(known[0], str):
         return text
     try:
@@ -124,6 +130,20 @@ def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> 
         for name in given.keys() & held.keys():
             held[name].copy_(given[name])
     return trained
+
+
+def ranks(given: tuple[str, ...]) -> int | dict[str, int]:
+    """What `--rank 16` or `--rank fc1=16 --rank fc2=8` means."""
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal():
+            raise df.DualFormError(
+                f"--rank {text} is not a number of patterns; expected --rank 16 for all layers, or "
+                "--rank fc1=16 for a layer (or a name pattern); repeatable"
+            )
+        found[name or "*"] = int(number)
+    return found["*"] if found.keys() == {"*"} else found
 
 
 @contextmanager

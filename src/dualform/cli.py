@@ -72,6 +72,27 @@ sum_by_option = click.option(
 )
 
 
+destination_argument = click.argument("destination", type=click.Path(path_type=Path))
+kept_layers_option = click.option(
+    "--layers", multiple=True, help="Keep the patterns of these only: a name or 'fc*'; repeatable."
+)
+to_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Store patterns in 16 bits; float32 (as trained) for those that still are.",
+)
+snapshot_every_option = click.option(
+    "--snapshot-every",
+    metavar="STEPS",
+    default=1,
+    show_default=True,
+    help="Where patterns go, keep what was learned at segment ends at least so many steps apart.",
+)
+replace_option = click.option(
+    "--overwrite", is_flag=True, help="Replace a memory that is already at DESTINATION."
+)
+
+
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     def apply(command: Command) -> Command:
         for option in reversed(options):
@@ -335,6 +356,79 @@ def estimate(
         terminal.show_json(found.to_dict())
     else:
         click.echo(repr(found))
+
+
+@main.command()
+@_options(run_argument, destination_argument, to_dtype_option, kept_layers_option)
+@click.option(
+    "--error-signals",
+    multiple=True,
+    metavar="LAYERS",
+    help="Keep the error signals of these only: a name or 'fc*'; repeatable.",
+)
+@click.option("--no-error-signals", is_flag=True, help="Keep keys alone.")
+@_options(snapshot_every_option, replace_option, json_option)
+def export(
+    run: Path,
+    destination: Path,
+    error_signals: tuple[str, ...],
+    no_error_signals: bool,
+    as_json: bool,
+    **choices: Any,
+) -> None:
+    """Write a smaller memory made from RUN: fewer bits, or less of it. RUN stays as it is.
+
+    Patterns that stay keep their examples, labels and steps. Of what goes, the learned part is
+    kept, so the whole network can still be rebuilt. The loss is measured. Exit status 1 if the new
+    memory does not verify.
+    """
+    if error_signals and no_error_signals:
+        raise click.UsageError("either --error-signals LAYERS or --no-error-signals")
+    _convert(
+        run, destination, as_json, error_signals=error_signals or not no_error_signals, **choices
+    )
+
+
+@main.command()
+@_options(run_argument, destination_argument)
+@click.option(
+    "--rank",
+    multiple=True,
+    required=True,
+    metavar="[LAYERS=]N",
+    help="At most N patterns per layer: 16, or fc1=16 for some layers; repeatable.",
+)
+@_options(to_dtype_option, kept_layers_option, snapshot_every_option, replace_option, json_option)
+def compact(
+    run: Path, destination: Path, rank: tuple[str, ...], as_json: bool, **choices: Any
+) -> None:
+    """Replace layers' patterns by a few that write the same. RUN stays as it is.
+
+    They are the singular vectors of what a layer learned: the network stays the same up to what is
+    measured, but no pattern is of an example, a label or a step any more. Exit status 1 if the new
+    memory does not verify.
+    """
+    _convert(run, destination, as_json, rank=arguments.ranks(rank), **choices)
+
+
+def _convert(
+    run: Path, destination: Path, as_json: bool, layers: tuple[str, ...], **choices: Any
+) -> None:
+    """Convert a memory and show what came of it."""
+    with terminal.progress_bar() as progress:
+        found = df.compact(
+            run,
+            destination,
+            layers=layers or None,
+            progress=lambda done, total: progress("converting", done, total),
+            **choices,
+        )
+    if as_json:
+        terminal.show_json(found.to_dict())
+    else:
+        click.echo(repr(found))
+    if not found.passed:
+        click.get_current_context().exit(terminal.FAILED)
 
 
 def _question(

@@ -49,6 +49,7 @@ def facts(memory: df.Memory) -> dict[str, Any]:
                 "role": p.role,
                 "layers": list(p.layers),
                 "accumulated_since": p.accumulated_since,
+                "left_out": p.left_out,
             }
             for p in memory.parameters.values()
         ],
@@ -59,6 +60,7 @@ def facts(memory: df.Memory) -> dict[str, Any]:
         ],
         "snapshots": list(memory.snapshot_steps),
         "phases": [asdict(phase) for phase in memory.phases],
+        "conversions": [asdict(conversion) for conversion in memory.conversions],
         "environment": memory.environment,
         "remarks": list(memory.remarks),
     }
@@ -74,7 +76,7 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
             [
                 la["name"],
                 f"{la['in_features']} → {la['out_features']}",
-                f"{la['patterns']:,}",
+                f"{la['patterns']:,}" + ("" if la["rank"] is None else " (compacted)"),
                 la["dtype"] + ("" if la["error_signals"] else ", keys alone"),
                 ", ".join(filter(None, (la["weight"], la["bias"]))),
             ]
@@ -131,13 +133,15 @@ def _layer(layer: df.LayerMemory) -> dict[str, Any]:
         "dtype": _dtype(layer.stored),
         "trained_in": _dtype(layer.dtype),
         "error_signals": layer.has_error_signals,
+        "rank": layer.rank,
         "weight": layer.weight,
         "bias": layer.bias,
     }
 
 
 def _column(memory: df.Memory, name: str) -> dict[str, Any]:
-    found = {v for layer in memory.layers for v in memory.layer(layer).patterns.values(name)}
+    tables = [memory.layer(layer).patterns for layer in memory.layers]
+    found = {v for table in tables if name in table for v in table.values(name)}
     values = sorted(v for v in found if not (isinstance(v, float) and math.isnan(v)))
     plain = [v.item() if hasattr(v, "item") else v for v in values]
     listed = plain if len(plain) <= LISTED_VALUES else None
@@ -161,6 +165,8 @@ def _head(found: dict[str, Any]) -> RenderableType:
         grid.add_row("snapshots", f"step {kept}" + (f" and {more} earlier" if more > 0 else ""))
     for phase in found["phases"]:
         grid.add_row("phase", Text(_phase(phase)))
+    for conversion in found["conversions"]:
+        grid.add_row("converted", Text(f"{conversion['what']} ({conversion['when']})"))
     known = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
     grid.add_row("recorded with", Text(known))
     for remark in found["remarks"]:
@@ -183,6 +189,9 @@ def _coverage(parameter: dict[str, Any]) -> str:
     coverage = str(parameter["coverage"])
     if coverage == "patterns":
         return f"every pattern of {', '.join(parameter['layers'])}"
+    if coverage == "compacted":
+        lost = f"{parameter['left_out']:.1e} of what was learned left out"
+        return f"singular vectors of what was learned, {lost}; no examples, no steps"
     if coverage == "accumulated":
         since = parameter["accumulated_since"]
         return f"its learned part, kept now and then from step {since} on; no patterns"

@@ -73,7 +73,7 @@ def verify(
     """Compare a view without masks with everything training left behind, and with the model."""
     memory = view.memory
     reference = _reference(view, model)
-    rebuilt = {} if reference is None else {n: view.base(n) for n in memory.parameters}
+    rebuilt = {} if reference is None else {n: _begun(view, n) for n in memory.parameters}
     found: dict[str, list[Check]] = {}
 
     def check(name: str, sums: Tally | None) -> None:
@@ -85,7 +85,7 @@ def verify(
         elif memory.parameters[name].coverage == "untrained":
             found[name] += _check_untrained(view, name)
         else:
-            found[name] += _check_accumulated(view, name)
+            found[name] += _check_accumulated(view, name, (reference or {}).get(name))
 
     for sums in tallies(view, rebuilt, progress):
         check(sums.parameter, sums)
@@ -102,7 +102,18 @@ def verify(
     layers = [memory.layer(name) for name in memory.layers]
     stored = {la.name: str(la.stored).removeprefix("torch.") for la in layers if la.stored_eps}
     alone = tuple(la.name for la in layers if not la.has_error_signals)
-    return Verification(view.at, tuple(checks), hashes, memory.exact, memory.remarks, stored, alone)
+    compacted = {
+        p.name: p.left_out for p in memory.parameters.values() if p.coverage == "compacted"
+    }
+    return Verification(
+        view.at, tuple(checks), hashes, memory.exact, memory.remarks, stored, alone, compacted
+    )
+
+
+def _begun(view: View, name: str) -> Tensor:
+    """What a parameter is before the patterns of training are added to it."""
+    compacted = view.memory.parameters[name].coverage == "compacted"
+    return view.whole(name) if compacted else view.base(name)
 
 
 def model_hash(model: nn.Module) -> str:
@@ -137,7 +148,9 @@ def _gradient_eps(view: View, parameter: str) -> float:
 
 def _stored(view: View, parameter: str) -> float:
     """The deviation that storing has put into what a pattern wrote, relative; 0 if it is exact."""
-    return max((la.stored_eps for la in view.writers(parameter)), default=0.0) / sqrt(6)
+    known = view.memory.parameters[parameter]
+    writers = view.writers(parameter) if known.coverage == "patterns" else ()
+    return max([known.stored_eps, *(la.stored_eps for la in writers)]) / sqrt(6)
 
 
 def _smallest(view: View, parameter: str) -> float:
@@ -154,20 +167,20 @@ def _check_weights(
         return Check(name, "weights", 0.0, 0.0)
     size = max(float(t.abs().max()) for t in (initial, dual, weights.nan_to_num(0, 0, 0)))
     eps = _eps(view, name)
+    largest = view.memory.sizes(name)[2, : view.at] if sums is None else sums.largest
     expected = drift(
         view.log(name),
         np.array([view.at]),
         eps=eps,
         gradient_eps=_gradient_eps(view, name),
         size=size,
-        gross=sums.largest if sums is not None else np.zeros(view.at),
+        gross=largest,
         anchored=False,
-        stored=None if sums is None else _stored(view, name) * sums.largest,
+        stored=_stored(view, name) * largest,
     )
     lost = unmoved(dual - initial, initial.abs(), view.at, eps)
-    allowed = (
-        float(expected.bound(ENTRY_DEVIATIONS)[0, 0]) + eps * size + lost + _smallest(view, name)
-    )
+    lost = lost + _smallest(view, name) + view.memory.parameters[name].left_out_most
+    allowed = float(expected.bound(ENTRY_DEVIATIONS)[0, 0]) + eps * size + lost
     off = (weights - dual).abs()
     worst = int(torch.argmax(torch.where(off.isfinite(), off / allowed, torch.inf)))
     scale = float(weights.nan_to_num(0, 0, 0).abs().max()) or size or 1.0
@@ -275,33 +288,49 @@ def _check_untrained(view: View, name: str) -> list[Check]:
     return [worst]
 
 
-def _check_accumulated(view: View, name: str) -> list[Check]:
-    """A parameter of which only the sum is known: its fingerprint wherever the sum was kept."""
-    memory, known = view.memory, view.memory.learned_steps(name)
+def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Check]:
+    """A parameter of which only the sum is known: its fingerprint wherever the sum was kept.
+
+    Where it was compacted, the fingerprint has to show what is said to have been left out, too, and
+    so do the weights that were `trained`, where they are known.
+    """
+    memory, compacted = view.memory, view.memory.parameters[name].coverage == "compacted"
+    known = [memory.steps] if compacted else list(memory.learned_steps(name))
     kept = [f for f in memory.fingerprints if f.step <= view.at and f.step in known]
     kept = [f for f in kept if name in f.values]
     probe = memory.probe(name).double()
     eps = _eps(view, name)
-    size = max((_rms(f.values[name].double()) for f in kept), default=0.0)
+    initial = _project(memory.initial(name), probe, memory.parameters[name].height)
+    size = max(_rms(p) for p in [initial, *(f.values[name].double() for f in kept)])
+    sizes, left_out = memory.sizes(name)[:, : view.at], memory.left_out(name)
     expected = drift(
         view.log(name),
         np.array([f.step for f in kept], dtype=np.int64),
         eps=eps,
-        gradient_eps=eps,
-        size=max(size, _rms(_project(memory.initial(name), probe, memory.parameters[name].height))),
-        gross=np.zeros(view.at),
+        gradient_eps=_gradient_eps(view, name),
+        size=size,
+        gross=sizes[0],
         anchored=False,
+        stored=_stored(view, name) * sizes[1],
     )
     bounds = expected.bound(FINGERPRINT_DEVIATIONS)[:, 0].tolist()
     worst = Check(name, "fingerprints", 0.0, eps)
+    whole: list[Check] = []
     for seen, bound in zip(kept, bounds, strict=True):
         values = seen.values[name].double()
-        weights = _project(View(memory, seen.step).base(name), probe, len(values))
+        weights = _project(_begun(View(memory, seen.step), name), probe, len(values))
         scale = max(_rms(values), _rms(weights)) or 1.0
-        off = _rms(weights - values) / scale
-        check = Check(name, "fingerprints", off, bound / scale + eps, seen.step)
+        moved = torch.tensor(_rms(weights + left_out - initial))
+        allowed = (bound + float(unmoved(moved, size, seen.step, eps))) / scale + eps
+        off, stated = _rms(weights - values) / scale, _rms(left_out) / scale
+        check = Check(name, "fingerprints", off, allowed + stated, seen.step)
         worst = max([worst, check], key=_severity)
-    return [worst] if kept else []
+        if compacted:
+            both = [values]
+            both += [] if trained is None else [_project(trained, probe, len(values))]
+            off = max(_rms(weights + left_out - v) / scale for v in both)
+            whole.append(Check(name, "left out", off, allowed, seen.step))
+    return [worst, *whole] if kept else []
 
 
 def _check_outputs(

@@ -201,6 +201,12 @@ class DualForm:
                 f"at({step!r}): expected a whole number of updates from 0 to {self.memory.steps}, "
                 "which is what this memory holds"
             )
+        if self.memory.compacted and step not in (0, self.memory.steps):
+            raise QueryError(
+                f"at({step}): layers {', '.join(self.memory.compacted)} were compacted, which "
+                f"forgets when something was learned; this memory knows steps 0 and "
+                f"{self.memory.steps} only. Ask the memory it was compacted from"
+            )
         return self._with(step, self._view.masks)
 
     def without(
@@ -240,12 +246,13 @@ class DualForm:
         for name in self.memory.layers:
             layer = self.memory.layer(name)
             lines.append(
-                f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} patterns"
+                f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} "
+                f"{layer.note or 'patterns'}"
             )
         unresolved = [
             name
             for name, parameter in self.memory.parameters.items()
-            if parameter.coverage in ("steps", "accumulated")
+            if parameter.coverage in ("steps", "accumulated", "compacted")
         ]
         if self.is_masked:
             lines.append("  a mask takes away what patterns wrote; it is not retraining")

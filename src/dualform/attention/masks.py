@@ -33,7 +33,12 @@ class Mask:
     unresolved: str = "keep"
 
     def weights(self, layer: LayerMemory) -> NDArray[np.float64]:
-        """The number each of the layer's patterns is multiplied by: [T]."""
+        """The number each of the layer's patterns is multiplied by: [T].
+
+        What a compacted layer holds is of no pattern: it is kept or dropped as a whole.
+        """
+        if layer.rank is not None:
+            return np.full(layer.rows, 1.0 if self.unresolved == "keep" else 0.0)
         chosen = self._select(layer)
         return np.where(chosen, 1.0, 0.0) if self.only else np.where(chosen, 1 - self.strength, 1.0)
 
@@ -47,7 +52,13 @@ class Mask:
             )
         if memory.layers and not any(memory.layer(n).has_error_signals for n in memory.layers):
             memory.layer(memory.layers[0]).need_error_signals(f"{self}")
-        for name in memory.layers:
+        resolved = [name for name in memory.layers if name not in memory.compacted]
+        if memory.layers and not resolved:
+            raise QueryError(
+                f"{self} needs patterns, but every layer of {memory.path} was compacted: what it "
+                "holds is of no example, label or step. Ask the memory it was compacted from"
+            )
+        for name in resolved:
             self._select(memory.layer(name))
 
     def _select(self, layer: LayerMemory) -> NDArray[np.bool_]:

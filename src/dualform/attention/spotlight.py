@@ -51,6 +51,7 @@ class Spotlight:
         self._memory = layer
         self._queries = queries.detach().to("cpu", torch.float64)
         self._included = None if included is None or included.all() else included
+        self._unit = f"{UNIT}. Patterns are {layer.note}" if layer.note else UNIT
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -104,7 +105,7 @@ class Spotlight:
         columns |= pattern_columns(self.patterns, rows)
         which = {"most": "most positive", "least": "most negative", "absolute": "largest"}[sign]
         per = "" if by is None else f" per {by}"
-        return Table(columns, f"layer {self.layer}: {which} attention{per}. {UNIT}")
+        return Table(columns, f"layer {self.layer}: {which} attention{per}. {self._unit}")
 
     def sum_by(self, *columns: str | Sequence[str]) -> Table:
         """Attention summed over all patterns of each value of a column, or of several together.
@@ -126,7 +127,7 @@ class Spotlight:
         for i, name in enumerate(names):
             table[name] = [value[i] for value in values] * n
         named = " and ".join(names)
-        return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {UNIT}")
+        return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {self._unit}")
 
     def by_example(self, column: str = "example", *, absolute: str = "before") -> Table:
         """Attention to each training example: all its visits together, the strongest first.
@@ -152,7 +153,7 @@ class Spotlight:
         table: dict[str, Any] = self._query_column(query[ordered])
         table |= {column: listed, **{name: of[ordered] for name, of in sums.items()}}
         what = {"before": "absolute: Σ|α|", "after": "absolute: |Σα|"}[absolute]
-        return Table(table, f"layer {self.layer}: attention by {column}; {what}. {UNIT}")
+        return Table(table, f"layer {self.layer}: attention by {column}; {what}. {self._unit}")
 
     @property
     def effective(self) -> NDArray[np.float64]:
@@ -189,13 +190,13 @@ class Spotlight:
         if by is not None:
             columns[by] = values * ((len(edges) - 1) * n)
         columns |= self._sums(cells, count)
-        return Table(columns, f"layer {self.layer}: attention over {column}. {UNIT}")
+        return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
     def __repr__(self) -> str:
         n = len(self._queries)
         head = (
             f"Spotlight of layer {self.layer}: {n:,} {'query' if n == 1 else 'queries'} over "
-            f"{len(self.rows):,} patterns"
+            f"{len(self.rows):,} {self._memory.note or 'patterns'}"
         )
         return f"{head}\n{self.top(5)}" if n <= 4 else f"{head}; .top(k) lists the strongest"
 

@@ -20,6 +20,7 @@ KINDS = {
     "weights": "rebuilt weights against the model's",
     "fingerprints": "from fingerprint to fingerprint",
     "steps": "every step's patterns against its gradient",
+    "left out": "with what compaction is said to have left out, against the fingerprint",
     "outputs": "outputs by attention against the model's",
 }
 
@@ -73,6 +74,8 @@ class Verification:
     """The layers whose patterns were rounded when they were stored, and to what."""
     keys_alone: tuple[str, ...] = ()
     """The layers recorded without error signals: only checksums speak for their keys."""
+    compacted: Mapping[str, float] = field(default_factory=dict)
+    """The parameters of low rank now, and the share of what was learned that this left out."""
 
     @property
     def passed(self) -> bool:
@@ -112,9 +115,7 @@ class Verification:
             >>> dual.verify().raise_if_failed()                            # doctest: +SKIP
         """
         if not self.passed:
-            raise QueryError(
-                "\n".join(["the memory does not explain the network:", *self._blame()])
-            )
+            raise QueryError("\n".join(["the memory does not explain the network:", *self.blame()]))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain values, fit for `json.dumps`."""
@@ -126,6 +127,7 @@ class Verification:
             "hashes": dict(self.hashes),
             "stored": dict(self.stored),
             "keys_alone": list(self.keys_alone),
+            "compacted": dict(self.compacted),
             "checks": [check.to_dict() for check in self.checks],
         }
 
@@ -133,7 +135,7 @@ class Verification:
         verdict = "PASSED" if self.passed else "FAILED"
         lines = [f"Verification after {self.step:,} updates: {verdict}", self._summary()]
         if not self.passed:
-            lines += self._blame()
+            lines += self.blame()
         for dtype in dict.fromkeys(self.stored.values()):
             names = ", ".join(name for name, stored in self.stored.items() if stored == dtype)
             lines.append(
@@ -141,7 +143,13 @@ class Verification:
             )
         if self.keys_alone:
             names = ", ".join(self.keys_alone)
-            lines.append(f"  recorded without error signals: {names}. Checksums cover their keys")
+            lines.append(f"  kept without error signals: {names}. Checksums cover their keys")
+        if self.compacted:
+            shares = ", ".join(f"{name} {share:.1e}" for name, share in self.compacted.items())
+            lines.append(
+                f"  compacted, leaving out of what was learned: {shares}. Examples and steps are "
+                "forgotten"
+            )
         lines += [f"  remark: {remark}" for remark in self.remarks]
         lines += [f"  sha256 {name}: {value[:16]}…" for name, value in self.hashes.items()]
         return "\n".join(lines)
@@ -157,7 +165,8 @@ class Verification:
         outputs = [f"  {c.parameter}: {_cell(c)}" for c in self.checks if c.kind == "outputs"]
         return "\n".join([table, *outputs])
 
-    def _blame(self) -> list[str]:
+    def blame(self) -> list[str]:
+        """What did not pass, in sentences."""
         lines = [
             f"  {check.parameter}, {KINDS[check.kind]}: residual {check.residual:.2g} is more than "
             f"the {check.bound:.2g} of rounding"

@@ -18,7 +18,10 @@ from dualform.memory.files import count, numbered_file, text
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import WrittenFile
 
-COVERAGES = ("patterns", "steps", "accumulated", "untrained")
+COVERAGES = ("patterns", "steps", "accumulated", "compacted", "untrained")
+RESOLVED = ("patterns", "compacted")
+"""Coverages by what layers hold: keys and error signals."""
+
 KINDS = ("int", "float", "bool", "string")
 LAYER_KINDS = ("linear",)
 T = TypeVar("T")
@@ -29,7 +32,8 @@ class Parameter:
     """A parameter of the recorded model and how its training is accounted for.
 
     `coverage` is "patterns" (every pattern known), "steps" (its gradient kept at every step),
-    "accumulated" (its learned part kept every so many steps) or "untrained".
+    "accumulated" (its learned part kept every so many steps), "compacted" (an equivalent of low
+    rank in place of its patterns, good for the last step) or "untrained".
     """
 
     name: str
@@ -41,6 +45,13 @@ class Parameter:
     eps: float = 0.0
     """The relative rounding of the arithmetic that made its gradients (autocast: a coarser one)."""
     accumulated_since: int | None = None
+    stored_eps: float = 0.0
+    """The rounding of the patterns its learned part was summed from, where those are gone."""
+    left_out: float = 0.0
+    """The share of what was learned that compaction left out, by the Frobenius norm."""
+    left_out_most: float = 0.0
+    """The largest singular value of what was left out: no entry is larger, and no unit query
+    misses more."""
 
     @property
     def height(self) -> int:
@@ -60,13 +71,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class DescribedLayer:
-    """A recorded layer: the dtype it trained in, the one its patterns are stored in, and whether
-    they are whole or keys alone."""
+    """A recorded layer: the dtype it trained in, the one its patterns are stored in, whether they
+    are whole or keys alone, and the rank that they were compacted to, if they were."""
 
     layer: Layer
     dtype: torch.dtype
     stored: torch.dtype
     error_signals: bool = True
+    rank: int | None = None
 
     @property
     def name(self) -> str:
@@ -108,6 +120,19 @@ class Phase:
         return cls(first_step, known[0], when, rewound_from, known[1])
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """A time when this memory was made from another: `source` is the SHA-256 of its manifest."""
+
+    when: str
+    what: str
+    source: str
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Conversion:
+        return cls(text(entry["when"]), text(entry["what"]), text(entry["source"]))
+
+
 class Description:
     """The manifest's content, each part what it should be."""
 
@@ -126,6 +151,7 @@ class Description:
         self.initial = WrittenFile.from_json(manifest["initial"])
         self.snapshots = {count(e["step"]): numbered_file(e) for e in manifest["snapshots"]}
         self.phases = tuple(Phase.from_json(entry) for entry in manifest.get("phases", ()))
+        self.conversions = tuple(map(Conversion.from_json, manifest.get("conversions", ())))
 
     def agree(self, segments: Sequence[Segment]) -> None:
         """Raise unless the parts fit each other."""
@@ -142,8 +168,9 @@ class Description:
                 rows, *columns = self.parameters[name].shape or (0,)
                 if tuple(columns) != rest or offset + layer.out_features > rows:
                     raise ValueError(f"layer {layer.name!r} does not fit its parameter {name!r}")
-                if not described.error_signals and self.parameters[name].coverage == "patterns":
+                if not described.error_signals and self.parameters[name].coverage in RESOLVED:
                     raise ValueError(f"{name!r} lacks the error signals of layer {layer.name!r}")
+            self._agree_on_rank(described, segments)
         expected = 0
         for segment in segments:
             if segment.first_step != expected or not segment.steps:
@@ -151,6 +178,19 @@ class Description:
             expected = segment.end
         if expected != self.steps:
             raise ValueError(f"the segments hold {expected} steps, not {self.steps}")
+
+    def _agree_on_rank(self, described: DescribedLayer, segments: Sequence[Segment]) -> None:
+        """A compacted layer's rows come last, are no more than its rank, and are of its weight."""
+        layer, rank = described.layer, described.rank
+        if (rank is not None) != (self.parameters[layer.weight].coverage == "compacted"):
+            raise ValueError(f"layer {layer.name!r} is not compacted as its weight is")
+        if rank is None:
+            return
+        if layer.bias is not None and self.parameters[layer.bias].coverage == "patterns":
+            raise ValueError(f"{layer.bias!r} has no patterns: layer {layer.name!r} is compacted")
+        rows = [segment.rows(layer.name) for segment in segments]
+        if any(rows[:-1]) or sum(rows) > rank:
+            raise ValueError(f"layer {layer.name!r} has {rows} rows, but was compacted to {rank}")
 
 
 def _by_name(things: Iterable[T], name: Callable[[T], str]) -> dict[str, T]:
@@ -183,7 +223,8 @@ def _layer(entry: dict[str, Any]) -> DescribedLayer:
     kept = entry.get("error_signals", True)
     if type(kept) is not bool:
         raise TypeError(f"error_signals of {layer.name!r} are neither kept nor not: {kept!r}")
-    return DescribedLayer(layer, dtype, stored, kept)
+    rank = entry.get("rank")
+    return DescribedLayer(layer, dtype, stored, kept, None if rank is None else count(rank))
 
 
 def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
@@ -201,7 +242,14 @@ def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
         entry["role"],
         float(entry["eps"]),
         None if since is None else count(since),
+        *(_size(entry.get(name, 0.0)) for name in ("stored_eps", "left_out", "left_out_most")),
     )
+
+
+def _size(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{value!r} is no size: expected a finite number, not negative")
+    return float(value)
 
 
 def _buffer(entry: dict[str, Any]) -> Buffer:

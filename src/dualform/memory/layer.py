@@ -21,6 +21,9 @@ from dualform.memory.segments import Segment
 
 Read = Callable[[], Tensor]
 
+COMPACTED = "singular vectors of what was learned (compacted: of no example, label or step)"
+"""What the rows of a compacted layer are."""
+
 
 class Block:
     """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them.
@@ -71,6 +74,7 @@ class LayerMemory:
         self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
         self.has_error_signals = described.error_signals
+        self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)
         self._segments = [s for s in segments if s.rows(layer.name)]
 
@@ -91,16 +95,21 @@ class LayerMemory:
         signals = f"error signals of {self.out_features}"
         signals = signals if self.has_error_signals else "no error signals"
         return (
-            f"LayerMemory({self.name!r}: {self.rows:,} patterns, keys of {self.in_features}, "
-            f"{signals}, {str(self.stored).removeprefix('torch.')})"
+            f"LayerMemory({self.name!r}: {self.rows:,} {self.note or 'patterns'}, "
+            f"keys of {self.in_features}, {signals}, {str(self.stored).removeprefix('torch.')})"
         )
 
+    @property
+    def note(self) -> str:
+        """What its patterns are where they are not those of training; empty if they are."""
+        return "" if self.rank is None else COMPACTED
+
     def need_error_signals(self, what_for: str) -> None:
-        """Raise `QueryError` if keys alone were recorded of this layer."""
+        """Raise `QueryError` if keys alone are kept of this layer."""
         if not self.has_error_signals:
             raise QueryError(
-                f"{what_for} needs error signals, but of layer {self.name!r} keys alone were "
-                "recorded, which is enough to attend; layers with error signals: "
+                f"{what_for} needs error signals, but of layer {self.name!r} keys alone are "
+                "kept, which is enough to attend; layers with error signals: "
                 f"{', '.join(self._with_error_signals) or 'none'}"
             )
 

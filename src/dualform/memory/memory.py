@@ -22,9 +22,9 @@ from torch import Tensor
 from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
 from dualform.memory import files
-from dualform.memory.description import Buffer, Description, Parameter, Phase
+from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
-from dualform.memory.layer import LayerMemory
+from dualform.memory.layer import COMPACTED, LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
@@ -114,8 +114,14 @@ class Memory:
                 f"{', '.join(self.layers) or 'none with patterns'}"
             )
         if name not in self._opened:
+            rank = self._described.layers[name].rank
             patterns = Patterns(
-                name, self._segments, self._described.columns, self._strings, self._values_anywhere
+                name,
+                self._segments,
+                self._described.columns if rank is None else {},
+                self._strings,
+                self._values_anywhere,
+                "" if rank is None else COMPACTED,
             )
             self._opened[name] = LayerMemory(
                 self._described.layers[name],
@@ -130,6 +136,11 @@ class Memory:
         """The pattern columns: `step`, then what was tagged, then position, microbatch and call."""
         return tuple(self._described.columns)
 
+    @property
+    def compacted(self) -> tuple[str, ...]:
+        """The layers whose patterns were replaced by an equivalent of low rank."""
+        return tuple(n for n, la in self._described.layers.items() if la.rank is not None)
+
     def _strings(self, column: str) -> list[str]:
         if column not in self._dictionaries:
             self._dictionaries[column] = [
@@ -138,7 +149,8 @@ class Memory:
         return self._dictionaries[column]
 
     def _values_anywhere(self, column: str) -> set[Any]:
-        return {v for name in self.layers for v in self.layer(name).patterns.values(column)}
+        tables = [self.layer(name).patterns for name in self.layers]
+        return {v for table in tables if column in table for v in table.values(column)}
 
     def log(self, parameter: str) -> ParameterLog:
         """What the optimizer did with a parameter at every step."""
@@ -196,7 +208,7 @@ class Memory:
         self._index(parameter)
         self._refuse_beyond(at)
         known = self.parameters[parameter]
-        if known.coverage == "patterns":
+        if known.coverage in RESOLVED:
             raise QueryError(
                 f"{parameter!r} was learned from patterns, which are kept one by one in its layers "
                 f"({', '.join(known.layers)}); its learned part is their sum, c_t δ_t x_t"
@@ -228,6 +240,29 @@ class Memory:
         """The steps at which an accumulated parameter's learned part is kept."""
         name = f"learned/{parameter}"
         return {s.end: s for s in self._segments if name in s.file.names}
+
+    def sizes(self, parameter: str) -> NDArray[np.float64]:
+        """[3, steps]: how large the patterns of every step were that are now gone; else 0.
+
+        Of their sum along the probe; of its parts, as if of any sign; of the most an entry got.
+        """
+        self._index(parameter)
+        name = f"sizes/{parameter}"
+        found = [
+            s.file.array(name, (3, s.steps), torch.float64)
+            if name in s.file.names
+            else np.zeros((3, s.steps))
+            for s in self._segments
+        ]
+        return np.concatenate([np.zeros((3, 0)), *found], axis=1)
+
+    def left_out(self, parameter: str) -> Tensor:
+        """What compaction left out of a parameter, along its probe: float64 [d0]."""
+        known = self.parameters[parameter]
+        if known.coverage != "compacted" or not self._segments:
+            return torch.zeros(known.height, dtype=torch.float64)
+        file = self._segments[-1].file
+        return file.tensor(f"left_out/{parameter}", (known.height,), torch.float64)
 
     def buffer(self, name: str, at: int | None = None) -> Tensor:
         """A buffer's value after `at` updates (default: the last recorded one)."""
@@ -368,6 +403,11 @@ class Memory:
         return self._described.phases
 
     @property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """When and how this memory was made from another; empty if it was recorded as it is."""
+        return self._described.conversions
+
+    @property
     def environment(self) -> dict[str, Any]:
         """Versions, platform, optimizer: what the run was recorded with."""
         return dict(self._described.environment)
@@ -404,6 +444,7 @@ class Memory:
 
     def __repr__(self) -> str:
         state = "" if self.closed else ", not closed"
+        state += ", compacted" if self.compacted else ""
         layers = ", ".join(self.layers) or "none"
         return f"Memory({str(self.path)!r}: {self.steps} steps, layers {layers}{state})"
 

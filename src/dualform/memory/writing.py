@@ -97,16 +97,16 @@ class MemoryWriter:
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = path
-        with _refusing(path):
+        with refusing(path):
             path.mkdir(parents=True, exist_ok=True)
             _claim(path, overwrite=overwrite or resume)
             self.lock = WriterLock(path)
         try:
-            with _refusing(path):
+            with refusing(path):
                 # once more: another recorder may have come and gone
                 _claim(path, overwrite=overwrite or resume)
                 if not resume:
-                    _clear(path)
+                    clear_directory(path)
                     (path / files.SEGMENTS).mkdir(exist_ok=True)
                 self.progress = Progress(path, None if resume else 0)
         except BaseException:
@@ -122,7 +122,7 @@ class MemoryWriter:
     def begin(self, initial: Mapping[str, Tensor | Array], description: dict[str, Any]) -> None:
         """Write the initial state and the first, empty commit."""
         tensors = [tensor_bytes(name, value) for name, value in initial.items()]
-        with _refusing(self.path):
+        with refusing(self.path):
             written = write_tensor_file(self.path / files.INITIAL, tensors, {}, direct=False)
             self._initial = written.to_json()
             self._write_manifest(description, closed=False)
@@ -134,7 +134,7 @@ class MemoryWriter:
         the manifest that names it in place of others, and only then are those taken away.
         """
         directory = self.path / files.SEGMENTS
-        with _refusing(self.path):
+        with refusing(self.path):
             directory.mkdir(exist_ok=True)
             numbers = [int(f.stem) for f in _numbered(self.path) if f.parent == directory]
             self._next_segment = 1 + max(numbers, default=-1)
@@ -184,7 +184,7 @@ class MemoryWriter:
 
     def end(self, description: dict[str, Any], *, closed: bool) -> None:
         """The last commit; `closed` says that the recording ended normally."""
-        with _refusing(self.path):
+        with refusing(self.path):
             self._write_manifest(description, closed=closed)
 
     def give_up(self, remark: str) -> None:
@@ -218,7 +218,7 @@ class MemoryWriter:
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def refusing(path: Path) -> Iterator[None]:
     """A directory that cannot be written to is an error of recording that says so."""
     try:
         yield
@@ -281,7 +281,7 @@ def _numbered(path: Path) -> list[Path]:
     ]
 
 
-def _clear(path: Path) -> None:
+def clear_directory(path: Path) -> None:
     """Delete an earlier memory; the manifest goes first, so that no half of it looks whole."""
     (path / files.MANIFEST).unlink(missing_ok=True)
     files.sync_directory(path)

@@ -23,7 +23,6 @@ from dualform.recording.audit import (
     advance_along,
 )
 
-
 TALL = 1 << 18
 """From this many error signals on, their two sums are taken one after the other."""
 

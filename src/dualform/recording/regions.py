@@ -1,12 +1,9 @@
 """Where rows lie until they are written: page-aligned memory, exact or in 16 bits.
 
 A `Region` holds the rows of one kind (keys or error signals) of one layer, in the dtype of
-training. `Narrow` and `Scaled` hold them in half the bytes. Why it is hard: 16 bits end early.
-float16 knows nothing above 65,504 and loses digits below 6e-5, and error signals are often smaller
-than 1e-8. So error signals are kept relative to the largest of their row (`Scaled`: float16 rows,
-one float32 scale each), and rows that 16 bits cannot hold turn the region back into one of the
-dtype of training, until the next segment begins. What is promised either way: every entry is within
-half a unit in the last place *of the largest entry of its row*; nothing finite becomes infinite.
+training. `Narrow` and `Scaled` hold them in half the bytes: which rows 16 bits can hold, and
+relative to what, is `memory/narrowing.py`'s to say. Rows that they cannot hold turn the region back
+into one of the dtype of training, until the next segment begins.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 from dataclasses import replace
-from math import isfinite
 
 import torch
 from torch import Tensor
 
+from dualform.memory.narrowing import holds, row_scales
 from dualform.memory.segments import scales_of
 from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
 
@@ -134,16 +131,12 @@ class Region:
 class Narrow:
     """Rows in 16 bits, or, from the first that 16 bits cannot hold on, in the dtype of training.
 
-    Rows are held if the largest entry of each is zero, or neither too large nor so small that it
-    would lose digits. What is not finite in training is not finite here.
+    What is not finite in training is not finite here.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, wide: torch.dtype, capacity: int) -> None:
         self.narrow, self.wide = dtype, wide
         self._held = Region(width, dtype, capacity)  # replaced in one go: Ctrl-C leaves no half
-        limits = torch.finfo(dtype)
-        self._smallest = limits.smallest_normal
-        self._largest = limits.max * (1 + limits.eps / 4)  # what still rounds to a number
 
     def like(self, capacity: int) -> Narrow:
         return Narrow(self._held.width, self.narrow, self.wide, capacity)
@@ -154,24 +147,16 @@ class Narrow:
 
     def append(self, rows: Tensor) -> Tensor:
         """Copy rows, rounded; returns the copy."""
-        if rows.dtype == self.narrow or self.is_wide:
+        if rows.dtype == self.narrow or self.is_wide or not rows.numel():
             return self._held.append(rows)
         place = self._held.room(len(rows))
         for part, to in zip(_parts(rows), _parts(place, like=rows), strict=True):
-            if not self._holds(part):
+            if not holds(part, self.narrow):
                 self._widen()
                 return self._held.append(rows)
             to.copy_(part)
         self._held.take(len(rows))
         return place
-
-    def _holds(self, rows: Tensor) -> bool:
-        sizes = rows.abs().amax(1)
-        if float(sizes.min()) >= self._smallest and float(sizes.max()) <= self._largest:
-            return True
-        sizes = _finite_sizes(rows)
-        fit = (sizes >= self._smallest) & (sizes <= self._largest) | (sizes == 0)
-        return bool(fit.all())
 
     def _widen(self) -> None:
         held = self._held
@@ -243,12 +228,14 @@ class Scaled(Narrow):
         for part, to, beside in zip(
             _parts(rows), _parts(place, like=rows), _parts(kept, like=rows), strict=True
         ):
-            scales = _scales_of(part)
+            scales = row_scales(part)
             if scales is None:
                 self._widen()
                 return self._held.append(rows)
             to.copy_(part / scales[:, None])
             beside.copy_(scales)
+        if not rows.numel():
+            kept.fill_(1.0)
         self._scales.take(len(rows))
         self._held.take(len(rows))
         self._last = kept
@@ -314,24 +301,3 @@ def _parts(rows: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     if model.device.type != "cpu":
         return (rows,)
     return torch.split(rows, max(1, AT_ONCE // model.shape[1]))
-
-
-def _finite_sizes(rows: Tensor) -> Tensor:
-    """The largest finite entry of each row, by size."""
-    return rows.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1)
-
-
-def _scales_of(rows: Tensor) -> Tensor | None:
-    """The largest entry of each row in float32 (1 for a row of zeros); None if it is beyond that.
-
-    Only float64 can be.
-    """
-    sizes = rows.abs().amax(1)
-    if not isfinite(float(sizes.max())):  # an overflow in training, which may still be dropped
-        sizes = _finite_sizes(rows)
-    scales = sizes.to(torch.float32)
-    if float(scales.min()) == 0.0:
-        scales = torch.where(sizes == 0, 1.0, scales)
-    if rows.dtype == torch.float64 and not bool((scales.isfinite() & (scales > 0)).all()):
-        return None
-    return scales

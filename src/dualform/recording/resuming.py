@@ -85,6 +85,11 @@ class Resumption:
     def compare(self, model: nn.Module, layers: Mapping[Layer, Any], *, strict: bool) -> None:
         """Raise `RecordingError` naming the first difference between model and memory."""
         memory = self.memory
+        if memory.conversions:
+            raise RecordingError(
+                f"{memory.path} cannot be gone on with: it was made from another memory "
+                f"({memory.conversions[-1].what}). Resume that one, and convert it again afterwards"
+            )
         self._compare_tensors("parameter", dict(model.named_parameters()), memory.parameters)
         self._compare_tensors("buffer", dict(model.named_buffers()), memory.buffers)
         found = {layer.name: layer for layer in layers}
