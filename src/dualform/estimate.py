@@ -34,9 +34,6 @@ from dualform.recording.sink import SEGMENT_BYTES, SETS
 from dualform.recording.storage import Storage, chosen
 from dualform.table import Table
 
-OWN_COLUMNS = 3
-"""step, microbatch and call are kept for every pattern; position where there are several."""
-
 LOG_BYTES = 8 + 8 + 8 + 4 + 1 + 1
 """Per step and parameter: kappa, projection, first, group, applied, fresh."""
 
@@ -419,7 +416,9 @@ class _Plan:
         for shapes in tables:
             positions = any(math.prod(shape) > shape[0] for shape in shapes)
             rows = sum(map(math.prod, shapes)) * self.steps
-            total += rows * 8 * (OWN_COLUMNS + self.tags + positions)
+            examples = _integer_bytes(self.examples or rows) * self.tags
+            own = _integer_bytes(self.steps) + 2  # microbatch and call count to few
+            total += rows * (own + examples + positions * _integer_bytes(rows // self.steps))
         return total
 
     def _is_over_budget(self) -> bool:
@@ -472,6 +471,11 @@ def _steps_per(segment_bytes: int, step_bytes: int) -> int:
 
 def _size(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _integer_bytes(largest: int) -> int:
+    """What a column of numbers up to this one takes per pattern."""
+    return next((size for size in (1, 2, 4) if largest < 1 << (8 * size - 1)), 8)
 
 
 def _rows(tensor: Tensor) -> int:

@@ -202,7 +202,7 @@ def _is_blank(column: str, values: torch.Tensor) -> bool:
     """Whether a tagged column has no value at all: it was first given later."""
     if column in OWN_COLUMNS:
         return False
-    blank = values.isnan() if values.is_floating_point() else values == NO_VALUE
+    blank = values.isnan() if values.is_floating_point() else values.long() == NO_VALUE
     return bool(blank.all())
 
 

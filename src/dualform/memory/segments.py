@@ -34,6 +34,9 @@ LOG_TYPES = {
 """What the log keeps of every step and parameter, [S, P]."""
 
 
+INTEGERS = (torch.int8, torch.int16, torch.int32)
+"""What int64 columns may be stored in."""
+
 REFERENCES = "key_references"
 """What says, pattern by pattern, which of a layer's different keys it has."""
 
@@ -134,14 +137,20 @@ class Segment:
         return scales
 
     def column(self, layer: str, name: str, dtype: torch.dtype) -> NDArray[Any] | None:
-        """A stored column of a layer's rows; None where this segment has no such column."""
+        """A stored column of a layer's rows; None where this segment has no such column.
+
+        `dtype` is int64 or float64; integers may be stored in fewer bits.
+        """
         file = self.file
         stored = f"patterns/{self._tables.get(layer, 0)}/{name}"
         if stored not in file.names:
             if name == "step":
                 raise self._wrong(f"the patterns of layer {layer!r} have no steps")
             return None
-        values = file.array(stored, (self.rows(layer),), dtype)
+        column = file.tensor(stored, (self.rows(layer),))
+        if column.dtype != dtype and not (dtype == torch.int64 and column.dtype in INTEGERS):
+            raise self._wrong(f"the column {name!r} has type {column.dtype}, expected {dtype}")
+        values: NDArray[Any] = column.to(dtype).numpy()
         if name == "step":
             self._compare_steps(values, f"patterns of layer {layer!r}")
         return values

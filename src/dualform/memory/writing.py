@@ -58,7 +58,7 @@ class SegmentContent:
     def tensors(self) -> list[TensorBytes]:
         small: dict[str, Array | Tensor] = {}
         for index, table in enumerate(self.tables):
-            small |= {f"patterns/{index}/{name}": values for name, values in table.items()}
+            small |= {f"patterns/{index}/{name}": narrowest(v) for name, v in table.items()}
         small |= {f"log/{name}": values for name, values in self.log.items()}
         small["fingerprint_steps"] = self.fingerprint_steps
         small |= {f"fingerprints/{name}": v for name, v in self.fingerprints.items()}
@@ -76,6 +76,20 @@ class SegmentContent:
     def metadata(self) -> dict[str, Any]:
         layers = {n: {"rows": r, "table": self.table_of[n]} for n, r in self.rows.items()}
         return {"first_step": self.first_step, "steps": self.steps, "layers": layers}
+
+
+def narrowest(values: Array) -> Array:
+    """A column in the smallest signed integers that hold it; floats as they are.
+
+    A memory has many columns that count to ten, and as many rows as patterns.
+    """
+    if values.dtype.kind != "i" or not values.size:
+        return values
+    low, high = values.min(), values.max()
+    for dtype in (np.int8, np.int16, np.int32):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return values.astype(dtype)
+    return values
 
 
 def environment() -> dict[str, str]:

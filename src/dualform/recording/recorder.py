@@ -47,7 +47,7 @@ from dualform.recording.tags import Tag, Tags, Visit
 
 logger = logging.getLogger("dualform")
 
-SNAPSHOT_SHARE = 200
+SNAPSHOT_SHARE = 500
 """Weights are kept whenever this many times their size has been written since the last time."""
 
 STOPPED = ' Recording stopped here; audit="warn" would go on with a memory that is not exact.'
