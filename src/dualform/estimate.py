@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import html
 import math
-import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
 
 from dualform.errors import DualFormError
-from dualform.layers import Layer, NamePatterns, chosen_names, find_layers
+from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
+from dualform.layers.naming import possible_names, usual_projections
 from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
+from dualform.recording.counting import Calls, count_calls
 from dualform.recording.entry import SNAPSHOT_EVERY, STEP_BUDGET
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
+from dualform.recording.opaque import refuse_opaque
 from dualform.recording.recorder import SNAPSHOT_SHARE
 from dualform.recording.sink import SEGMENT_BYTES, SETS
 from dualform.recording.storage import Storage, chosen
@@ -39,9 +39,6 @@ LOG_BYTES = 8 + 8 + 8 + 4 + 1 + 1
 
 REFERENCE_BYTES = 4
 """Per pattern of a layer whose keys may recur: which of the stored ones it has."""
-
-Calls = list[tuple[int, ...]]
-"""The leading shapes of a layer's inputs in one step, one per call."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +182,9 @@ def estimate(
         batch: examples per step (all micro-batches of an update together).
         inputs: a sample batch as the model takes it (a tensor, a tuple, or a dict of keyword
             arguments), its examples along the first dimension. The model is run on it once, in eval
-            mode, to count the patterns of each layer. Without it, each layer is taken to see one
-            pattern per example, and the first one to be fed with the inputs.
+            mode, to count the patterns of each layer, and to find those that are no modules.
+            Without it, each layer is taken to see one pattern per example, the first one to be fed
+            with the inputs, and each attention to be given one input.
         examples: how many different examples there are, if they come again as they are: the keys of
             layers that are fed with them are stored once. Without it, all are taken to be new.
         tags: how many columns `recorder.tag` will be given (example and label: 2).
@@ -203,12 +201,13 @@ def estimate(
         raise DualFormError(f"expected a torch.nn.Module, got {type(model).__name__}")
     trained = _trained_layers(model, layers)
     if inputs is None:
-        calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in trained}
-        given = set(list(trained)[:1])
+        assumed = [la for la in usual_projections(model) if is_chosen(la.name, layers)]
+        calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in [*trained, *assumed]}
+        given = {layer for layer in list(trained)[:1] if layer.kind == "linear"}
     else:
-        calls, given = _count(model, trained, inputs, batch)
+        calls, given = count_calls(model, trained, inputs, batch, layers)
     storage = Storage(dtype, chosen(error_signals))
-    storage.check(trained)
+    storage.check([*trained, *calls])
     plan = _Plan(
         model, calls, batch, steps, tags, step_budget, snapshot_every, segment_bytes, storage
     )
@@ -221,7 +220,7 @@ def estimate(
         plan.layers(),
         plan.parts(),
         SETS * (segment_bytes + plan.step_bytes),
-        tuple(plan.remarks(sampled=inputs is not None)),
+        (*plan.remarks(sampled=inputs is not None), *_refused(model, layers)),
         place,
         free,
     )
@@ -233,7 +232,7 @@ def estimate(
 def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Module]:
     """The recordable layers that were chosen and of which anything is trained."""
     found = find_layers(model)
-    names = chosen_names((layer.name for layer in found), chosen, "layers")
+    names = chosen_names((la.name for la in found), chosen, "layers", possible_names(model))
     return {
         layer: module
         for layer, module in found.items()
@@ -241,67 +240,11 @@ def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Mo
     }
 
 
-def _count(
-    model: nn.Module, layers: Mapping[Layer, nn.Module], inputs: Any, batch: int
-) -> tuple[dict[Layer, Calls], set[Layer]]:
-    """The leading shape of every call of every layer, scaled from the sample to the batch.
-
-    And the layers that are fed with what training does not compute: the inputs.
-    """
-    positional, named = _as_arguments(inputs)
-    given_layers = set(layers)
-    seen: dict[Layer, Calls] = {layer: [] for layer in layers}
-    sample = next((t.shape[0] for t in [*positional, *named.values()] if _has_rows(t)), 0)
-    if not sample:
-        raise DualFormError(
-            "the sample inputs hold no tensor with examples along its first dimension; give a "
-            "batch as the model takes it: a tensor, a tuple of them, or a dict of keyword arguments"
-        )
-
-    def hook(layer: Layer) -> Any:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else kwargs["input"]
-            if given.requires_grad:
-                given_layers.discard(layer)
-            first, *rest = given.shape[:-1] or (1,)
-            seen[layer].append((math.ceil(first * batch / sample), *rest))
-
-        return count
-
-    with ExitStack() as stack:
-        stack.enter_context(_undisturbed(model))
-        for layer, module in layers.items():
-            handle = module.register_forward_pre_hook(hook(layer), with_kwargs=True)
-            stack.callback(handle.remove)
-        copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        torch.func.functional_call(model, copies, positional, named)
-    return {layer: shapes for layer, shapes in seen.items() if shapes}, given_layers
-
-
-def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 0
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode; every module's mode and the random states are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    state = random.getstate()
+def _refused(model: nn.Module, layers: NamePatterns) -> Iterator[str]:
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
-            model.eval()
-            yield
-    finally:
-        random.setstate(state)
-        for module, training in modes:
-            module.training = training
+        refuse_opaque(model, layers)
+    except DualFormError as refusal:
+        yield f"cannot be recorded so: {refusal}"
 
 
 # How many bytes -----------------------------------------------------------------------------------

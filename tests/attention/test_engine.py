@@ -27,12 +27,15 @@ class World:
     keys: Tensor
     segments: list[int]
     name: str = "fc"
+    kind: str = "linear"
     passes: int = 0
     in_features: int = field(init=False)
+    key_width: int = field(init=False)
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rows, self.in_features = self.keys.shape
+        self.key_width = self.in_features
 
     def blocks(
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True

@@ -43,6 +43,7 @@ from dualform.attention.rounding import DOUBLE, buffer_sizes, carried, drift, un
 from dualform.attention.tally import Tally, tallies
 from dualform.attention.verification import Check, Verification
 from dualform.attention.view import View
+from dualform.layers.fast_path import layer_by_layer
 
 STEP_SLACK = 128.0
 """How many eps a step's projected gradient may differ by, in units of its gross sum."""
@@ -344,11 +345,11 @@ def _check_outputs(
 
     The bound is how far the outputs move if every parameter moves by its own bound, at random.
     """
-    with torch.no_grad(), queries.evaluating(model):
+    with torch.no_grad(), queries.evaluating(model), layer_by_layer():
         primal = _flat(model(*inputs, **kwargs))
     scale = float(primal.abs().max()) if primal.numel() else 0.0
     scale = scale or 1.0
-    with torch.no_grad():
+    with torch.no_grad(), layer_by_layer():
         rebuilt = _flat(queries.run(model, view, inputs, kwargs))
         attended = _flat(queries.run_by_patterns(model, view, inputs, kwargs))
         moved = 0.0

@@ -23,6 +23,7 @@ from dualform.attention import engine, ranking
 from dualform.attention.spotlight import check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
+from dualform.layers.kinds import multiply, write
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table
 
@@ -193,7 +194,8 @@ def contribution(
     )
     shares = _shares(view, layer, queries, directions)
     if primal is None:
-        output = queries @ view.weights[layer.weight][layer.rows_of(layer.weight)].T
+        own = view.weights[layer.weight][layer.rows_of(layer.weight)]
+        output = multiply(layer.kind, own, queries)
         if layer.bias is not None:
             output = output + view.weights[layer.bias][layer.rows_of(layer.bias)]
         primal = float((output * directions).sum())
@@ -212,7 +214,8 @@ def _shares(
     view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
 ) -> dict[str, float]:
     """What no pattern of this layer wrote: initial state, step-level parts, sharing layers."""
-    outer, summed = directions.T @ queries, directions.sum(0)
+    outer = write(layer.kind, torch.zeros(layer.shape).double(), queries, directions)
+    summed = directions.sum(0)
     shares: dict[str, float] = {}
     for role, parameter, along in (("weights", layer.weight, outer), ("bias", layer.bias, summed)):
         if parameter is None:

@@ -25,7 +25,7 @@ from dualform.attention.targets import Traced, direction_of, name_of
 from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
-from dualform.layers import as_patterns
+from dualform.layers import as_patterns, flattened
 from dualform.memory import LayerMemory, Memory
 
 
@@ -375,8 +375,8 @@ class DualForm:
         slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
         rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
         asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
-        directions = torch.cat([as_patterns(layer.kind, slope) for slope in slopes])
-        outputs = torch.cat([as_patterns(layer.kind, call.output) for call in calls])
+        directions = torch.cat([flattened(slope) for slope in slopes])
+        outputs = torch.cat([flattened(call.output) for call in calls])
         primal = float((outputs.double() * directions.double()).sum())
         name = Target(f"{name_of(target)} of the model", first_order)
         return contribution(self._view, layer, rows, directions, name, primal)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.layers.kinds import attention_weights, write
 from dualform.memory import LayerMemory
 
 BLOCK = 4096
@@ -34,7 +35,10 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Scanned:
-    """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out]."""
+    """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out].
+
+    Tokens are whole numbers, [b, 1], in float64 as well.
+    """
 
     rows: Rows
     keys: Tensor
@@ -94,27 +98,31 @@ def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
     included[rows] = True
     found = [part.keys for part in scan(layer, included, error_signals=False)]
     ordered = np.unique(rows)
-    keys = torch.cat(found) if found else torch.empty(0, layer.in_features, dtype=torch.float64)
+    keys = torch.cat(found) if found else torch.empty(0, layer.key_width, dtype=torch.float64)
     return keys[torch.from_numpy(np.searchsorted(ordered, rows))]
 
 
 def learned(
     layer: LayerMemory, weight: Reals | None, bias: Reals | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Σ_t weight_t δ_t x_tᵀ [d_out, d_in] and Σ_t bias_t δ_t [d_out], in one pass, float64."""
+    """Σ_t weight_t δ_t x_tᵀ and Σ_t bias_t δ_t [d_out], in one pass, float64.
+
+    The first has the shape of (the layer's rows of) its weight: [d_out, d_in], or [d_in, d_out].
+    """
     matrix = vector = None
     if weight is None and bias is None:
         return None, None
     included = np.zeros(layer.rows, bool)
     if weight is not None:
-        matrix = torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
+        matrix = torch.zeros(layer.shape, dtype=torch.float64)
         included |= weight != 0
     if bias is not None:
         vector = torch.zeros(layer.out_features, dtype=torch.float64)
         included |= bias != 0
     for part in scan(layer, included, keys=weight is not None):
         if weight is not None and matrix is not None:
-            matrix += (part.error_signals * _at(weight, part.rows)[:, None]).T @ part.keys
+            values = part.error_signals * _at(weight, part.rows)[:, None]
+            write(layer.kind, matrix, part.keys, values)
         if bias is not None and vector is not None:
             vector += _at(bias, part.rows) @ part.error_signals
     return matrix, vector
@@ -124,7 +132,8 @@ def dual_outputs(layer: LayerMemory, weight: Reals, queries: Tensor) -> Tensor:
     """Σ_t weight_t (x_t·q) δ_t for every query, the learned part as attention: [n, d_out]."""
     output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
     for part in scan(layer, weight != 0):
-        output += (queries @ part.keys.T * _at(weight, part.rows)) @ part.error_signals
+        alpha = attention_weights(layer.kind, queries, part.keys)
+        output += (alpha * _at(weight, part.rows)) @ part.error_signals
     return output
 
 
@@ -133,7 +142,7 @@ def attention_blocks(
 ) -> Iterator[tuple[Scanned, Tensor]]:
     """The attention weights α = x·q of every query over a block of patterns at a time: [n, b]."""
     for part in scan(layer, included, error_signals=False):
-        yield part, queries @ part.keys.T
+        yield part, attention_weights(layer.kind, queries, part.keys)
 
 
 def contributions(
@@ -150,7 +159,7 @@ def contributions(
     written, attention = np.zeros(layer.rows), np.zeros(layer.rows)
     for part in scan(layer):
         along = directions @ part.error_signals.T
-        alpha = queries @ part.keys.T
+        alpha = attention_weights(layer.kind, queries, part.keys)
         attention[part.rows] = alpha.sum(0).numpy()
         if weight is not None:
             written[part.rows] += weight[part.rows] * (alpha * along).sum(0).numpy()

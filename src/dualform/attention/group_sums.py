@@ -45,6 +45,9 @@ def group_sums(
     groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Σ α and Σ |α| over the patterns of each group: [n, groups] twice, float64."""
+    if layer.kind == "embedding":
+        counts = _token_counts(layer, queries, included, codes, groups)
+        return counts, counts
     table = key_sums(layer, included, codes, groups)
     signed = queries @ table.sums.T
     mixed = torch.ones(len(queries), dtype=torch.bool)
@@ -112,3 +115,19 @@ def _absolute(
     for part, alpha in engine.attention_blocks(layer, queries, included):
         total.index_add_(1, torch.from_numpy(codes[part.rows]), alpha.abs())
     return total
+
+
+def _token_counts(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    codes: NDArray[np.int64],
+    groups: int,
+) -> Tensor:
+    """An embedding: how many patterns of each group are of the query's token."""
+    tokens = layer.keys[:, 0].numpy()
+    counts = np.zeros((len(queries), groups))
+    for count, token in zip(counts, queries[:, 0].long().tolist(), strict=True):
+        same = tokens == token if included is None else (tokens == token) & included
+        count += np.bincount(codes[same], minlength=groups)
+    return torch.from_numpy(counts)

@@ -64,6 +64,8 @@ def top_patterns(
 ) -> list[list[tuple[engine.Rows, engine.Reals]]]:
     """Rows and attention weights of the top k, per query and group; ties: earlier pattern first."""
     rank = order(sign)
+    if layer.kind == "embedding":
+        return _top_tokens(layer, queries, included, k, sign, codes, groups)
     found: list[list[tuple[engine.Rows, engine.Reals]]] = []
     for low in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[low : low + QUERIES_AT_ONCE]
@@ -212,3 +214,25 @@ def _settle(
         best.append((candidates.rows[kept], exact[kept]))
     groups = candidates.groups
     return [best[i : i + groups] for i in range(0, len(best), groups)]
+
+
+def _top_tokens(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    k: int,
+    sign: str,
+    codes: NDArray[np.int64] | None,
+    groups: int,
+) -> list[list[tuple[engine.Rows, engine.Reals]]]:
+    """The same for an embedding, where attention is 1 or 0 and nearly everything ties."""
+    tokens = layer.keys[:, 0].numpy()
+    rows = np.arange(layer.rows) if included is None else np.flatnonzero(included)
+    inside = [rows if codes is None else rows[codes[rows] == group] for group in range(groups)]
+    found = []
+    for token in queries[:, 0].long().tolist():
+        alphas = [(tokens[group] == token).astype(np.float64) for group in inside]
+        tops = [top_of(alpha, k, sign) for alpha in alphas]
+        parts = zip(inside, alphas, tops, strict=True)
+        found.append([(group[top], alpha[top]) for group, alpha, top in parts])
+    return found

@@ -22,6 +22,7 @@ from torch import Tensor
 from dualform.attention import engine
 from dualform.attention.rounding import Stretch, carried, stretches
 from dualform.attention.view import View
+from dualform.layers.kinds import write
 from dualform.learning_rules import ParameterLog
 from dualform.memory import LayerMemory
 
@@ -57,27 +58,46 @@ class Tally:
     ) -> None:
         """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x‖|v| and max|x| [2, b].
 
-        `rows` are those of the parameter that the error signals are for.
+        `rows` are those of the parameter that the error signals are for. Where the key is on the
+        side of the rows (x δᵀ), the two change places.
         """
         lengths = (signals.norm(dim=1) * sizes[0]).numpy()
-        found = [
-            (self.projections, ((signals @ self.sketch[rows]) * along).numpy()),
+        largest = (signals.abs().amax(1) * sizes[1]).numpy() if signals.shape[1] else lengths * 0
+        self._count(steps, (signals @ self.sketch[rows]) * along, lengths, largest)
+        moved = signals * along[:, None]
+        for state, reached, factor in self._acting(steps):
+            self.written[state][:, rows].index_add_(0, reached, moved * factor[:, None])
+
+    def add_tokens(
+        self, steps: engine.Rows, tokens: Tensor, along: Tensor, sizes: Tensor, rows: slice
+    ) -> None:
+        """The same where each pattern writes into one row, its token's: [b]."""
+        lengths, largest = sizes[0].numpy(), sizes[1].numpy()
+        self._count(steps, self.sketch[rows][tokens] * along, lengths, largest)
+        for state, reached, factor in self._acting(steps):
+            written = self.written[state][:, rows]
+            written.index_put_((reached, tokens), along * factor, accumulate=True)
+
+    def _count(
+        self, steps: engine.Rows, projected: Tensor, lengths: engine.Reals, largest: engine.Reals
+    ) -> None:
+        low, high = int(steps.min()), int(steps.max()) + 1  # a block knows a few steps of many
+        for sums, numbers in (
+            (self.projections, projected.numpy()),
             (self.gross, lengths),
             (self.squares, lengths**2),
-        ]
-        if signals.shape[1]:
-            found.append((self.largest, (signals.abs().amax(1) * sizes[1]).numpy()))
-        low, high = int(steps.min()), int(steps.max()) + 1  # a block knows a few steps of many
-        for sums, numbers in found:
+            (self.largest, largest),
+        ):
             sums[low:high] += np.bincount(steps - low, numbers, high - low)
-        moved = signals * along[:, None]
+
+    def _acting(self, steps: engine.Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Whether W (0) or m (1), the stop that patterns of these steps act on, and how much."""
         for stretch, factors in self.slots:
             reached = torch.from_numpy(stretch[steps])
             for state in range(2):
                 factor = torch.from_numpy(factors[steps, state])
                 if bool((factor != 0).any()):
-                    written = self.written[state][:, rows]
-                    written.index_add_(0, reached, moved * factor[:, None])
+                    yield state, reached, factor
 
     def applied_projections(self) -> engine.Reals:
         """u·(grad v) of every step by the patterns: carried over and scaled as training did."""
@@ -111,10 +131,11 @@ def tallies(
             for parameter, factor in factors.items():
                 if factor is not None:
                     values = part.error_signals * torch.from_numpy(factor[part.rows])[:, None]
-                    is_weight = parameter == layer.weight
-                    rebuilt[parameter][layer.rows_of(parameter)] += (
-                        values.T @ part.keys if is_weight else values.sum(0)
-                    )
+                    place = rebuilt[parameter][layer.rows_of(parameter)]
+                    if parameter == layer.weight:
+                        write(layer.kind, place, part.keys, values)
+                    else:
+                        place += values.sum(0)
             done += len(part.rows)
             if progress is not None:
                 progress(done, total)
@@ -136,9 +157,16 @@ def _add_block(
     if layer.weight in tallies:
         sums = tallies[layer.weight]
         typical = float(sums.probe.norm()) / sqrt(max(1, len(sums.probe)))
-        sizes = torch.stack([part.keys.norm(dim=1) * typical, part.keys.abs().amax(1)])
-        along = part.keys @ sums.probe
-        sums.add(steps, part.error_signals, along, sizes, layer.rows_of(layer.weight))
+        rows, others = part.error_signals, part.keys
+        if layer.kind != "linear":
+            rows, others = others, rows
+        sizes = torch.stack([others.norm(dim=1) * typical, others.abs().amax(1)])
+        along = others @ sums.probe
+        place = layer.rows_of(layer.weight)
+        if layer.kind == "embedding":
+            sums.add_tokens(steps, rows[:, 0].long(), along, sizes, place)
+        else:
+            sums.add(steps, rows, along, sizes, place)
     if layer.bias is not None and layer.bias in tallies:
         sums = tallies[layer.bias]
         constant = sums.probe.expand(len(steps))

@@ -18,6 +18,7 @@ from dualform.attention import engine
 from dualform.attention.masks import Mask, row_weights
 from dualform.attention.rounding import as_computed
 from dualform.errors import QueryError
+from dualform.layers.kinds import multiply
 from dualform.learning_rules import Coefficients, ParameterLog, coefficients
 from dualform.memory import LayerMemory, Memory
 from dualform.memory.description import RESOLVED
@@ -156,14 +157,25 @@ class View:
     def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
         """The layer's output as attention, literally: base·q + Σ_t w_t c_t (x_t·q) δ_t + bias.
 
-        queries [n, d_in] float64 -> [n, d_out] float64.
+        queries [n, d_in] float64 -> [n, d_out] float64. What a layer of another kind wrote into a
+        shared weight (an embedding into the layer it is tied to) is summed into a matrix first.
         """
-        output = queries @ self.base(layer.weight)[layer.rows_of(layer.weight)].T
+        own = self.base(layer.weight)[layer.rows_of(layer.weight)]
+        output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
         for writer in self.writers(layer.weight):
             factors = self.row_coefficients(writer, layer.weight)
-            if factors is not None:
-                written, here = shared_rows(writer, layer, layer.weight)
+            if factors is None:
+                continue
+            written, here = shared_rows(writer, layer, layer.weight)
+            if writer.kind == layer.kind == "linear":
                 output[:, here] += engine.dual_outputs(writer, factors, queries)[:, written]
+            elif writer.kind == layer.kind and writer.shape == layer.shape:
+                output += engine.dual_outputs(writer, factors, queries)
+            else:
+                matrix, _ = engine.learned(writer, factors)
+                assert matrix is not None
+                own[here] += matrix[written]
+        output += multiply(layer.kind, own, queries)
         if layer.bias is not None:
             output = output + self.base(layer.bias)[layer.rows_of(layer.bias)]
             for writer in self.writers(layer.bias):
@@ -179,7 +191,7 @@ class View:
 
 
 def shared_rows(writer: LayerMemory, layer: LayerMemory, parameter: str) -> tuple[slice, slice]:
-    """Where two layers of one parameter overlap: in the writer's outputs, and in the layer's."""
+    """Where two layers of one parameter overlap: in the writer's rows of it, and in the layer's."""
     one, two = writer.rows_of(parameter), layer.rows_of(parameter)
     start = max(one.start, two.start)
     end = max(start, min(one.stop, two.stop))

@@ -34,12 +34,12 @@ def chosen_names(
     known = list(names)
     if patterns is None:
         return known
-    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    listed = [patterns] if isinstance(patterns, str) else patterns
     possible = [*known, *others]
-    if not listed or not all(isinstance(p, str) for p in listed):
+    if not isinstance(listed, Sequence) or not all(isinstance(p, str) for p in listed):
         raise RecordingError(
             f"{option}={patterns!r} was given; expected a layer's name, a pattern such as 'fc*', "
-            "or a list of them"
+            "or a list of them ([] for none)"
         )
     for pattern in listed:
         if not any(fnmatchcase(name, pattern) for name in possible):

@@ -128,6 +128,13 @@ class Segment:
             return None
         return self.file.array(f"{REFERENCES}/{layer}", (self.rows(layer),), torch.int32)
 
+    def tokens(self, layer: str, known: int) -> Tensor:
+        """The keys of an embedding of so many tokens: int64, [rows, 1]."""
+        tokens = self.file.tensor(f"keys/{layer}", (self.rows(layer), 1), torch.int64)
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= known):
+            raise self._wrong(f"keys/{layer} holds tokens outside of 0 to {known - 1}")
+        return tokens
+
     def scales(self, kind: str, layer: str) -> Tensor:
         """What each row of a layer's narrow `kind` is to be multiplied by: float32, [rows]."""
         name = f"{scales_of(kind)}/{layer}"

@@ -46,7 +46,9 @@ def record(
     Args:
         optimizers: the optimizer, or a list of all that train this model.
         layers: the layers whose patterns are kept, by name or pattern ("fc1", ["encoder.*"]); all
-            by default. Other trained parameters are accounted for step by step.
+            by default, [] for none. Other trained parameters are accounted for step by step; so
+            are, if they are left out here, modules that would otherwise be refused (compiled ones,
+            fused recurrent ones).
         error_signals: of which layers they are kept: True, False, or name patterns such as
             ["fc*"]. Keys alone are enough to `attend`; the parameters of such layers are accounted
             for step by step, without patterns.
@@ -58,7 +60,7 @@ def record(
         overwrite: delete a memory that is already at `path`.
         resume: go on with the memory at `path` from the step whose weights the model has, dropping
             recorded steps after it; where there is no memory yet, one is begun.
-        step_budget: bytes for gradients of parameters without patterns (norms, embeddings), which
+        step_budget: bytes for gradients of parameters without patterns (norms, for one), which
             are kept step by step; beyond it only their learned part is, every `snapshot_every`
             steps.
         segment_bytes: how much is collected per commit. Buffers take at most 3 × (this + the bytes

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from dualform.errors import QueryError, RecordingError
+from dualform.layers.kinds import parameter_shape
 from dualform.learning_rules import ParameterLog, transitions
 from dualform.memory import Memory
 from dualform.recording.audit import (
@@ -332,7 +333,10 @@ def _gradients(memory: Memory, target: Target, start: int, stop: int) -> tuple[R
         for name in known.layers:
             layer = memory.layer(name)
             weight = target.name == layer.weight
-            if (height, width) != (layer.out_features, layer.in_features if weight else 1):
+            expected = (layer.out_features, 1)
+            if weight:
+                expected = parameter_shape(layer.kind, layer.in_features, layer.out_features)
+            if (height, width) != expected:
                 return None
             _add_patterns(memory, name, weight, target.audit.probe64, first, sums, squares)
         sums = np.stack(
@@ -370,7 +374,7 @@ def _add_patterns(
     sums: Reals,
     squares: Reals,
 ) -> None:
-    """Σ δ (x·v) of every step from `first` on, and Σ‖δ‖², Σ‖x‖²."""
+    """G v of every step from `first` on, and Σ‖δ‖², Σ‖x‖²."""
     layer = memory.layer(name)
     steps = layer.patterns["step"]
     low, high = np.searchsorted(steps, [first, first + len(sums)]).tolist()
@@ -382,10 +386,17 @@ def _add_patterns(
         if not len(keys):
             continue
         at = steps[block.start + here.start :][: len(keys)] - first
-        along = keys @ probe if weight else torch.ones(len(keys), dtype=torch.float64)
-        np.add.at(sums, at, (signals * along[:, None]).numpy())
+        sizes = torch.ones(len(keys), dtype=torch.float64)
+        if not weight:
+            np.add.at(sums, at, signals.numpy())
+        elif layer.kind == "embedding":
+            np.add.at(sums, (at, keys[:, 0].long().numpy()), (signals @ probe).numpy())
+        else:
+            rows, others = (signals, keys) if layer.kind == "linear" else (keys, signals)
+            np.add.at(sums, at, (rows * (others @ probe)[:, None]).numpy())
+            sizes = keys.square().sum(1)
         np.add.at(squares[:, 0], at, signals.square().sum(1).numpy())
-        np.add.at(squares[:, 1], at, keys.square().sum(1).numpy() if weight else 1.0)
+        np.add.at(squares[:, 1], at, sizes.numpy())
 
 
 # -- what to say ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,13 @@ class Parameters:
         """Layers that were not chosen: their parameters have no patterns, however they are used."""
         for layer in layers:
             for watched in self.of_layer(layer):
+                if watched.layers and not watched.by_steps:
+                    warnings.warn(
+                        f"dualform: {watched.name!r} is used by {watched.layers[0].name!r}, which "
+                        f"layers= chose, and by {layer.name!r}, which it did not; it is accounted "
+                        "for step by step, without patterns. Choose both",
+                        stacklevel=2,
+                    )
                 watched.by_steps = True
 
     def refuse_sharing(self, optimizers: Iterable[Optimizer]) -> None:

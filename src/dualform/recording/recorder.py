@@ -23,11 +23,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import AuditError, RecordingError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
+from dualform.layers.naming import possible_names
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.accounts import BufferWatch, StepAccounts
 from dualform.recording.audit import Rows
@@ -35,15 +37,16 @@ from dualform.recording.capture import Capture
 from dualform.recording.description import describe
 from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
 from dualform.recording.gradients import Gradients
-from dualform.recording.graph import GraphCapture, possible_names
+from dualform.recording.graph import GraphCapture
 from dualform.recording.interrupts import Interrupts
+from dualform.recording.opaque import refuse_opaque, refuse_reentrant
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
 from dualform.recording.sink import SETS, DiskSink, Extras, Sink
 from dualform.recording.steps import Steps, read_before_moving, unknown_rule
 from dualform.recording.storage import Storage
-from dualform.recording.tags import Tag, Tags, Visit
+from dualform.recording.tags import Context, Tag, Tags, Visit, refuse_untagged
 
 logger = logging.getLogger("dualform")
 
@@ -79,15 +82,12 @@ class Recorder:
         storage: Storage,
     ) -> None:
         self._model, self._optimizers, self._path = model, list(optimizers), path
-        self._chosen = layers
-        self._strict = audit == "raise"
+        self._chosen, self._strict = layers, audit == "raise"
         self._overwrite, self._resume = overwrite, resume
         self._phases: list[dict[str, Any]] = []
         self._snapshot_every, self._segment_bytes = snapshot_every, segment_bytes
-        self._storage = storage
-        self._accounts = StepAccounts(step_budget)
-        self._lock = threading.RLock()
-        self._interrupts = Interrupts()
+        self._storage, self._accounts = storage, StepAccounts(step_budget)
+        self._lock, self._interrupts = threading.RLock(), Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
         self._updates = 0  # of any optimizer: no tag outlives the next one
@@ -95,12 +95,10 @@ class Recorder:
         self._exact = True
         self._trouble: str | None = None
         self._remarks: list[str] = []
-        self._dropped = 0
-        self._written_since_snapshot = 0
+        self._dropped = self._written_since_snapshot = 0
         self._first_use: dict[Layer, int] = {}
-        self._calls: dict[Layer, int] = {}
+        self._calls = 0  # of any layer, in the step under way
         self._backwards: dict[int, int] = {}
-        self._differentiated = False  # since the last forward call: the next one begins anew
         self._changed: dict[str, Tensor] = {}
 
     # -- what users see -------------------------------------------------------------------------
@@ -214,7 +212,8 @@ class Recorder:
         found, others = find_layers(self._model), possible_names(self._model)
         chosen = chosen_names((layer.name for layer in found), self._chosen, "layers", others)
         self._layers = {la: module for la, module in found.items() if la.name in chosen}
-        self._storage.check(self._layers, others)
+        refuse_opaque(self._model, self._chosen)
+        self._storage.check(self._layers, (n for n in others if is_chosen(n, self._chosen)))
         with ExitStack() as undo:
             resumed = reopen(self._path, undo) if self._resume else None
             for layer in [] if resumed is None else resumed.without_module(found):
@@ -302,15 +301,13 @@ class Recorder:
 
     # -- patterns -------------------------------------------------------------------------------
 
-    def _context(self, layer: Layer) -> tuple[Tag | None, bool, int]:
-        """The tag in force at a forward call, whether it is stale, and which call it is."""
-        if self._differentiated:
-            self._calls, self._differentiated = {}, False
-        call = self._calls.get(layer, 0)
-        self._calls[layer] = call + 1
+    def _context(self, layer: Layer) -> Context:
+        """What is true of a forward call: its tag, and whether that is stale; which call it is."""
+        self._calls += 1
         self._first_use.setdefault(layer, len(self._first_use))
         tag = self._tag
-        return tag, tag is not None and tag.update != self._updates, call
+        stale = tag is not None and tag.update != self._updates
+        return Context(tag, stale, self._calls, torch._C._current_graph_task_id() != -1)
 
     def _on_patterns(
         self,
@@ -318,10 +315,14 @@ class Recorder:
         keys: Tensor,
         error_signals: Tensor,
         shape: tuple[int, ...],
-        context: tuple[Tag | None, bool, int],
+        context: Context,
         backward: int,
     ) -> None:
-        tag, stale, call = context
+        tag, stale, call, inside = context
+        if inside:
+            refuse_reentrant(layer)
+        if tag is not None and layer.kind == "embedding" and not tag.is_of(keys, shape):
+            tag = None
         with self._lock:
             if self._steps.stepped:  # an optimizer has moved since: a new step begins
                 with self._interrupts.held():
@@ -329,14 +330,9 @@ class Recorder:
             step = self._steps.step
             if tag is not None:
                 if stale:
-                    raise RecordingError(
-                        f"layer {layer.name!r} saw a batch of leading shape {list(shape)} at step "
-                        f"{step} that was not tagged, though earlier batches were. Call "
-                        "recorder.tag(...) for every batch, before the model is called"
-                    )
+                    refuse_untagged(layer.name, shape, step)
                 tag.check(layer.name, shape)
             self._dropped += self._gradients.notice(layer, backward, step)
-            self._differentiated = True
             microbatch = self._backwards.setdefault(backward, len(self._backwards))
             trained = [w for w in self._parameters.of_layer(layer) if w.parameter.requires_grad]
             change = self._gradients.change_of_trained(layer, trained)
@@ -347,7 +343,7 @@ class Recorder:
             for watched in trained:
                 watched.seen = step
             if audits := {w.name: w.audit for w in trained if w.resolved}:
-                rows = Rows(step, *kept, offset=layer.offset, bias_offset=layer.bias_offset)
+                rows = Rows(step, *kept, layer)
                 weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
                 self._parameters.audits.see(weight, bias, keys, error_signals, rows)
 
@@ -405,7 +401,7 @@ class Recorder:
         self._parameters.audits.settle(self._steps.step)
         record, gradients = self._steps.close()
         changed, self._changed = self._changed, {}
-        self._calls, self._backwards = {}, {}
+        self._calls, self._backwards = 0, {}
         self._gradients.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed)

@@ -21,7 +21,7 @@ from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 from dualform.memory.writing import SegmentContent
 from dualform.recording.recurring import Folded
 from dualform.recording.regions import Place
-from dualform.recording.tags import Visit, expand
+from dualform.recording.tags import Visit, expand, numbered
 
 Fold = Callable[[Layer, Tensor], Folded | None]
 """Given a layer's keys of one segment: as stored if rows recur, None if each is stored."""
@@ -172,7 +172,7 @@ class BufferSet:
         table_of: dict[str, int] = {}
         used = [layer for layer in self.visits if self.keys[layer].rows]
         for layer in used:
-            shape = tuple(self.visits[layer])
+            shape = numbered(self.visits[layer])
             if shape not in seen:
                 seen[shape] = len(tables)
                 tables.append(expand(shape, extras.kinds))
