@@ -67,8 +67,9 @@ def possible_names(model: nn.Module) -> list[str]:
     for module in model.modules():
         if isinstance(module, known):
             attended |= {id(p) for p in module.parameters(recurse=False)}
-    bare = (n for n, p in model.named_parameters() if p.dim() == 2 and id(p) not in attended)
-    return [*found, *bare]
+    bare = {n: p for n, p in model.named_parameters() if id(p) not in attended}
+    lazy = nn.parameter.UninitializedParameter  # has no shape yet, and will be refused
+    return [*found, *(n for n, p in bare.items() if not isinstance(p, lazy) and p.dim() == 2)]
 
 
 def usual_projections(model: nn.Module) -> list[Layer]:
