@@ -379,3 +379,28 @@ def test_an_edited_gradient_of_an_embedding_is_found(
             run.model.embedding.weight.grad[:, ::2] *= 1.01
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float16"}, {"error_signals": False}, {"layers": ["body"]}],
+    ids=["16 bits", "keys alone", "some layers"],
+)
+@pytest.mark.parametrize("name", ["tied", "rows of a parameter"])
+def test_a_memory_with_look_ups_can_be_compacted(
+    name: str, options: dict[str, Any], new_run: Any, tmp_path: Path
+) -> None:
+    run = new_run(seeded(CASES[name], torch.float32), loss_of, torch.float32)
+    train(run)
+    if "layers" in options and name != "tied":
+        options = {"layers": ["head"]}
+    df.compact(run.path, tmp_path / "compact", **options)
+    verification = df.DualForm(run.model, tmp_path / "compact").verify()
+    assert verification.passed, repr(verification)
+
+
+def test_a_weight_that_is_looked_up_has_no_rank(new_run: Any, tmp_path: Path) -> None:
+    run = new_run(seeded(CASES["tied"]), loss_of, torch.float64)
+    train(run)
+    with pytest.raises(df.RecordingError, match=r"'embedding' shares its weight"):
+        df.compact(run.path, tmp_path / "compact", rank=3)
