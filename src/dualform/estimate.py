@@ -232,7 +232,8 @@ def estimate(
 def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Module]:
     """The recordable layers that were chosen and of which anything is trained."""
     found = find_layers(model)
-    names = chosen_names((la.name for la in found), chosen, "layers", possible_names(model))
+    others = possible_names(model)
+    names = chosen_names((la.name for la in found), chosen, "layers", others, none=True)
     return {
         layer: module
         for layer, module in found.items()

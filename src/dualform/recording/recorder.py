@@ -210,7 +210,8 @@ class Recorder:
                 raise AuditError(unknown[1])
             self._not_exact(f"the learning rule of {unknown[0]} is not known")
         found, others = find_layers(self._model), possible_names(self._model)
-        chosen = chosen_names((layer.name for layer in found), self._chosen, "layers", others)
+        names = (layer.name for layer in found)
+        chosen = chosen_names(names, self._chosen, "layers", others, none=True)
         self._layers = {la: module for la, module in found.items() if la.name in chosen}
         refuse_opaque(self._model, self._chosen)
         self._storage.check(self._layers, (n for n in others if is_chosen(n, self._chosen)))
