@@ -372,6 +372,15 @@ class ParameterAudit:
             self.travel = self.path = 0.0
             self.steps = 0
 
+    def start_from(self, parameter: Tensor, momentum: Tensor) -> None:
+        """Predict from the weights and the buffer as they are."""
+        self.weights[:] = self.project(parameter)
+        self.momentum[:] = self.project(momentum)
+        self.spread = largest_row(as_matrix(parameter.detach()))
+        self.ever = max(self.ever, self.spread)
+        self.travel = self.path = 0.0
+        self.steps = 0
+
     @property
     def weights_bound(self) -> float:
         """What scatters, what is lost, what is held rounded; below the smallest number, all is.

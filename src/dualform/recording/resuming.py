@@ -33,9 +33,12 @@ from dualform.memory import Memory, Phase
 from dualform.memory.files import MANIFEST
 from dualform.memory.rewinding import Remainder, ReopenedMemory
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.accounts import Accumulated, BufferWatch, StepAccounts
+from dualform.recording.accounts import StepAccounts
+from dualform.recording.buffers import BufferWatch
+from dualform.recording.findings import Findings
 from dualform.recording.matching import find_step, known_log
 from dualform.recording.parameters import Parameters, Watched
+from dualform.recording.sums import Accumulated
 from dualform.recording.tags import RESERVED, Tags
 
 logger = logging.getLogger("dualform")
@@ -232,7 +235,7 @@ class Resumption:
         accounts: StepAccounts,
         tags: Tags,
         buffers: BufferWatch,
-        remarks: list[str],
+        findings: Findings,
     ) -> None:
         """Everything but the model: as it was after `step` updates."""
         self._restore_parameters(parameters)
@@ -243,9 +246,9 @@ class Resumption:
         self._restore_accounts(accounts, parameters)
         parameters.initial()  # the momentum buffers held on to are not needed any longer
         self._restore_tags(tags)
-        remarks[:0] = self.memory.recorded_remarks
+        findings.restore(self.memory.exact, self.memory.recorded_remarks)
         if not self._restore_buffers(buffers):
-            remarks.append(
+            findings.remark(
                 f"buffers were not as recorded when the run was resumed at step {self.step}; the "
                 "memory holds them from the next update on"
             )
@@ -293,7 +296,7 @@ class Resumption:
                     momentum = watched.momentum.detach().cpu().double() - mw * initial
                     momentum -= 0.0 if buffer is None else mm * buffer.double()
                 state = Accumulated(memory.learned(name, self.step).clone(), momentum)
-            accounts.restore(name, kept, since, state)
+            accounts.restore(watched, kept, since, state)
 
     def _restore_tags(self, tags: Tags) -> None:
         """The columns' kinds, and the codes of their strings."""
