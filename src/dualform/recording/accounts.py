@@ -90,6 +90,13 @@ class StepAccounts:
         self._audits.leave(watched.audit)
         self._accountant.open(watched, state, lendable=lendable)
 
+    @property
+    def bytes(self) -> int:
+        """What all sums take."""
+        accounts = self._accountant.accounts
+        counted = [*self.since, *self.unrecorded, *self.unrecorded]  # these have two
+        return sum(8 * accounts[name].watched.parameter.numel() for name in counted)
+
     def sums(self) -> dict[str, Tensor]:
         """Every sum now, under the name it is stored by; the accounts must be settled."""
         accounts, found = self._accountant.accounts, {}

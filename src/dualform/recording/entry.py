@@ -54,6 +54,8 @@ def record(
         dtype: what patterns are stored in. "float32" keeps them exactly as training had them
             (float64 stays float64); "float16" and "bfloat16" take half the bytes, and `verify`
             measures what that loses. Training itself is the same.
+        every: keep the patterns of every so many steps only: 0, k, 2k, … What the other steps wrote
+            is one sum per parameter, from their gradients, kept every `snapshot_every` steps.
         audit: "raise" stops at the first step that cannot be explained; "warn" goes on, and the
             memory remembers that it is not exact.
         overwrite: delete a memory that is already at `path`.
@@ -80,9 +82,12 @@ def record(
         ("step_budget", step_budget + 1),
         ("snapshot_every", snapshot_every),
         ("segment_bytes", segment_bytes),
+        ("every", every),
     ):
         if value < 1:
             raise RecordingError(f"{name} must be positive")
+    if not isinstance(every, int):
+        raise RecordingError(f"every={every!r} was given; expected a whole number of steps")
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     if not listed or not all(isinstance(o, Optimizer) for o in listed):
         raise RecordingError(

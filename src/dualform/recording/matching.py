@@ -328,6 +328,8 @@ def _gradients(memory: Memory, target: Target, start: int, stop: int) -> tuple[R
     applied = log.applied[start:stop]
     first = int(np.where(applied, log.first[start:stop], start).min(initial=start))
     sums, squares = np.zeros((stop - first, height)), np.zeros((stop - first, 2))
+    if known.coverage == "patterns" and memory.every > 1:
+        return None
     if known.coverage == "patterns":
         for name in known.layers:
             layer = memory.layer(name)

@@ -32,24 +32,22 @@ from dualform.memory.writing import MemoryWriter
 from dualform.recording.audit import Rows
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.capture import Capture
+from dualform.recording.commits import Commits
 from dualform.recording.description import describe
 from dualform.recording.findings import Findings
-from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
+from dualform.recording.fingerprints import Fingerprints
 from dualform.recording.gradients import Gradients
 from dualform.recording.graph import GraphCapture, possible_names
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
-from dualform.recording.sink import SETS, DiskSink, Extras, Sink
+from dualform.recording.sink import SETS, DiskSink, Sink
 from dualform.recording.steps import Steps, read_before_moving, unknown_rule
 from dualform.recording.storage import Storage
 from dualform.recording.tags import Tag, Tags, Visit
 
 logger = logging.getLogger("dualform")
-
-SNAPSHOT_SHARE = 500
-"""Weights are kept whenever this many times their size has been written since the last time."""
 
 
 class Recorder:
@@ -94,9 +92,6 @@ class Recorder:
         self._tag: Tag | None = None
         self._updates = 0  # of any optimizer: no tag outlives the next one
         self._state = "new"
-        self._written_since_snapshot = 0
-        self._flushing = False
-        self._sums_kept = -1  # the step at which they last were
         self._first_use: dict[Layer, int] = {}
         self._calls: dict[Layer, int] = {}
         self._backwards: dict[int, int] = {}
@@ -129,7 +124,7 @@ class Recorder:
     ) -> None:
         self._interrupts.hold()
         self._remove_hooks()
-        self._state = "ended"
+        self._state, self._commits.ended = "ended", True
         try:
             try:
                 with self._lock:
@@ -181,11 +176,11 @@ class Recorder:
         """
         self._must_be_recording("flush")
         with self._interrupts.held(), self._lock:
-            self._flushing = True
+            self._commits.flushing = True
             try:
                 self._sink.commit()
             finally:
-                self._flushing = False
+                self._commits.flushing = False
         self._sink.wait()
         self._findings.raise_trouble()
 
@@ -240,10 +235,10 @@ class Recorder:
             recurring = Recurring(lambda layer: self._capture.is_given(layer), known)
             self._sink: Sink = DiskSink(
                 self._writer,
-                self._gather,
+                self._commits.gather,
                 lambda layer: self._parameters.by_name[layer.weight].dtype,
                 self._storage,
-                owes=self._owes_sums,
+                owes=lambda: self._commits.owes_sums,
                 segment_bytes=self._segment_bytes,
                 first_step=self._steps.step,
                 fold=recurring.fold,
@@ -262,14 +257,13 @@ class Recorder:
     ) -> None:
         """Look at the model and the optimizers; nothing is written."""
         if resumed is not None:
-            resumed.compare(self._model, self._layers, strict=self._strict)
+            resumed.compare(self._model, self._layers, every=self._every, strict=self._strict)
         seed = int.from_bytes(np.random.SeedSequence().generate_state(2).tobytes(), "little") >> 1
         directions = None if resumed is None else resumed.directions
         self._parameters = Parameters(self._model, self._layers, self._optimizers, seed, directions)
         self._parameters.resolve(self._storage.keeps_error_signals)
         self._parameters.keep_to_steps(la for la in found if la not in self._layers)
         self._parameters.refuse_sharing(self._optimizers)
-        self._model_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._buffers = BufferWatch(self._model)
         self._steps = Steps(
             self._parameters,
@@ -281,12 +275,21 @@ class Recorder:
             without_patterns=self._without_patterns,
             findings=self._findings,
         )
-        self._fingerprints = Fingerprints(self._parameters, self._optimizers)
+        self._commits = Commits(
+            self._steps,
+            self._parameters,
+            Fingerprints(self._parameters, self._optimizers),
+            self._tags,
+            self._description,
+            snapshot_every=self._snapshot_every,
+            segment_bytes=self._segment_bytes,
+        )
 
     def _go_on(self, resumed: Resumption) -> None:
         """A memory that is there: find the step, restore what was known then, cut it back."""
         self._writer = resumed.writer
-        self._steps.step = self._fingerprints.last = resumed.find(self._parameters)
+        self._steps.step = resumed.find(self._parameters)
+        self._commits.go_on()
         resumed.restore(
             self._parameters,
             self._layers,
@@ -296,7 +299,7 @@ class Recorder:
             self._findings,
         )
         self._first_use = {layer: i for i, layer in enumerate(resumed.used(self._layers))}
-        self._sums_kept, self._phases = self._steps.step, resumed.phases
+        self._phases = resumed.phases
         resumed.rewind(self._description())
 
     def _remove_hooks(self) -> None:
@@ -427,60 +430,9 @@ class Recorder:
         self._gradients.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed)
-        if self._steps.step - self._fingerprints.last >= FINGERPRINT_EVERY:
-            self._take_fingerprint()
-        accounts = self._steps.accountant.accounts
-        keep_sums = accounts and self._steps.step % self._snapshot_every == 0
-        if self._sink.is_due or keep_sums:
+        self._commits.keep_up()
+        if self._sink.is_due or self._commits.is_due:
             self._sink.commit()
-
-    # -- what a commit carries ------------------------------------------------------------------
-
-    def _gather(self) -> Extras:
-        self._steps.accountant.settle()
-        if self._fingerprints.last != self._steps.step:
-            self._take_fingerprint()
-        return Extras(
-            *self._fingerprints.collect(),
-            self._sums(),
-            self._tags.new_strings(),
-            dict(self._tags.kinds),
-            self._description(),
-            self._snapshot(),
-        )
-
-    def _take_fingerprint(self) -> None:
-        self._steps.accountant.catch_up()
-        self._fingerprints.take(self._steps.step, self._steps.compare)
-
-    def _sums(self) -> dict[str, Tensor]:
-        """Accumulated parts: every `snapshot_every` steps, when flushed, and always if small."""
-        accounts = self._steps.accountant.accounts.values()
-        due = self._state == "ended" or self._flushing
-        due = due or self._steps.step % self._snapshot_every == 0
-        if not due and sum(8 * a.watched.parameter.numel() for a in accounts) > (
-            self._segment_bytes // 8
-        ):
-            return {}
-        self._sums_kept = self._steps.step
-        return self._steps.accounts.sums()
-
-    def _owes_sums(self) -> bool:
-        """Whether a commit is due for the sums alone: the last one was made without them."""
-        return (
-            (self._state == "ended" or self._flushing)
-            and bool(self._steps.accountant.accounts)
-            and self._sums_kept != self._steps.step
-        )
-
-    def _snapshot(self) -> dict[str, Tensor] | None:
-        """All weights, at the end and whenever they are small beside what was written since."""
-        self._written_since_snapshot += self._segment_bytes
-        due = self._written_since_snapshot >= SNAPSHOT_SHARE * self._model_bytes
-        if not due and self._state != "ended":
-            return None
-        self._written_since_snapshot = 0
-        return {w.name: w.parameter.detach().to("cpu", copy=True) for w in self._parameters}
 
     def _description(self) -> dict[str, Any]:
         layers = [la for la in self._first_use if la in self._layers]

@@ -85,7 +85,9 @@ class Resumption:
             if entry["name"] not in names
         ]
 
-    def compare(self, model: nn.Module, layers: Mapping[Layer, Any], *, strict: bool) -> None:
+    def compare(
+        self, model: nn.Module, layers: Mapping[Layer, Any], *, every: int, strict: bool
+    ) -> None:
         """Raise `RecordingError` naming the first difference between model and memory."""
         memory = self.memory
         if memory.conversions:
@@ -95,6 +97,10 @@ class Resumption:
             )
         self._compare_tensors("parameter", dict(model.named_parameters()), memory.parameters)
         self._compare_tensors("buffer", dict(model.named_buffers()), memory.buffers)
+        if memory.every != every:
+            raise self._differs(
+                f"every={every} was given, and one of every {memory.every} steps is recorded there"
+            )
         found = {layer.name: layer for layer in layers}
         for name in memory.layers:
             known = memory.layer(name)
@@ -169,18 +175,24 @@ class Resumption:
         return step
 
     def _refuse_accumulated(self, step: int) -> None:
-        """Where only the learned part of a parameter is known, steps between are lost for good."""
-        found = self.memory.parameters.values()
-        since = {p.name: p.accumulated_since for p in found if p.accumulated_since is not None}
-        if not since or step <= min(since.values()):
+        """Where only a sum of gradients is known, the steps between are lost for good."""
+        memory = self.memory
+        summed: dict[str, tuple[int, set[int]]] = {}  # since when, and where the sum is kept
+        for name, known in memory.parameters.items():
+            if known.accumulated_since is not None:
+                summed[name] = known.accumulated_since, set(memory.learned_steps(name))
+            elif known.coverage == "patterns" and (moved := memory.is_unrecorded(name)).any():
+                summed[name] = int(np.argmax(moved)), set(memory.unrecorded_steps(name))
+        name, since = min(((n, s) for n, (s, _) in summed.items()), key=lambda x: x[1],
+                          default=("", step))  # fmt: skip
+        if step <= since:
             return
-        kept = set.intersection(*(set(self.memory.learned_steps(name)) for name in since))
+        kept = set.intersection(*(there for _, there in summed.values()))
         if step not in kept:
-            name = min(since, key=lambda n: since[n])
-            near = sorted(sorted({since[name], *kept}, key=lambda s: abs(s - step))[:2])
+            near = sorted(sorted({since, *kept}, key=lambda s: abs(s - step))[:2])
             raise RecordingError(
                 f"the model is at step {step}, where the memory cannot be cut: {name!r} is "
-                f"accounted for in accumulated form from step {since[name]} on, which is kept only "
+                f"accounted for in accumulated form from step {since} on, which is kept only "
                 f"now and then; the nearest possible steps are {near}. Load a checkpoint of one of "
                 "those, or record into a new path"
             )
@@ -283,6 +295,9 @@ class Resumption:
         memory = self.memory
         for watched in parameters:
             name, known = watched.name, memory.parameters[watched.name]
+            if watched.coverage == "patterns" and memory.every > 1:
+                sums = memory.unrecorded(name, self.step)
+                accounts.restore_unrecorded(watched, Accumulated(*sums))
             if watched.coverage != "steps":
                 continue
             since = known.accumulated_since

@@ -30,7 +30,7 @@ from dualform.learning_rules import (
 from dualform.memory.files import INITIAL, TensorFile
 from dualform.recording.accountant import Account, Accountant, Update
 from dualform.recording.accounts import StepAccounts
-from dualform.recording.audit import Transition, Unexplained
+from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
 from dualform.recording.findings import Findings
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
@@ -354,7 +354,9 @@ class Steps:
             "the update, unlike the ones before; what was learned up to here is taken from the "
             "weights"
         )
-        watched.audit.start_from(watched.parameter, self._buffer_of(watched))
+        audit, weights = watched.audit, watched.parameter.detach()
+        audit.start_from(audit.project(weights), largest_row(as_matrix(weights)))
+        np.copyto(audit.momentum, audit.project(self._buffer_of(watched)))
         return self._learned_now(watched)
 
     def close(self) -> tuple[StepRecord, dict[str, Tensor]]:
