@@ -30,7 +30,7 @@ def record(
     every: int = 1,
     audit: str = "raise",
     overwrite: bool = False,
-    resume: bool = False,
+    resume: bool | str = False,
     step_budget: int = STEP_BUDGET,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
@@ -60,7 +60,8 @@ def record(
             memory remembers that it is not exact.
         overwrite: delete a memory that is already at `path`.
         resume: go on with the memory at `path` from the step whose weights the model has, dropping
-            recorded steps after it; where there is no memory yet, one is begun.
+            recorded steps after it; where there is no memory yet, one is begun. Dropping all of
+            them, for a model as it was before the first, takes `resume="rewind"`.
         step_budget: bytes for gradients of parameters without patterns (norms, embeddings), which
             are kept step by step; beyond it only their learned part is, every `snapshot_every`
             steps.
@@ -73,6 +74,8 @@ def record(
         raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
     if audit not in ("raise", "warn"):
         raise RecordingError(f'audit={audit!r} was given; expected "raise" or "warn"')
+    if resume not in (True, False, "rewind"):
+        raise RecordingError(f'resume={resume!r} was given; expected True, False or "rewind"')
     if overwrite and resume:
         raise RecordingError(
             "overwrite=True and resume=True were both given: one deletes the memory, the other "

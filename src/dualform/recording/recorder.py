@@ -70,7 +70,7 @@ class Recorder:
         audit: str,
         every: int,
         overwrite: bool,
-        resume: bool,
+        resume: bool | str,
         step_budget: int,
         snapshot_every: int,
         segment_bytes: int,
@@ -288,7 +288,7 @@ class Recorder:
     def _go_on(self, resumed: Resumption) -> None:
         """A memory that is there: find the step, restore what was known then, cut it back."""
         self._writer = resumed.writer
-        self._steps.step = resumed.find(self._parameters)
+        self._steps.step = resumed.find(self._parameters, even_the_first=self._resume == "rewind")
         self._commits.go_on()
         resumed.restore(
             self._parameters,
@@ -298,6 +298,7 @@ class Recorder:
             self._buffers,
             self._findings,
         )
+        self._tag = self._tags.forgotten()
         self._first_use = {layer: i for i, layer in enumerate(resumed.used(self._layers))}
         self._phases = resumed.phases
         resumed.rewind(self._description())

@@ -36,10 +36,11 @@ from dualform.memory.writing import MemoryWriter
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.findings import Findings
-from dualform.recording.matching import find_step, known_log
+from dualform.recording.matching import find_step
 from dualform.recording.parameters import Parameters, Watched
 from dualform.recording.sums import Accumulated
 from dualform.recording.tags import RESERVED, Tags
+from dualform.recording.walking import known_log
 
 logger = logging.getLogger("dualform")
 
@@ -158,10 +159,20 @@ class Resumption:
 
     # -- where, and what is left ----------------------------------------------------------------
 
-    def find(self, parameters: Parameters) -> int:
-        """The step to go on from; what is left of the memory then is known, and nothing changed."""
+    def find(self, parameters: Parameters, *, even_the_first: bool) -> int:
+        """The step to go on from; what is left of the memory then is known, and nothing changed.
+
+        The very first one is not gone back to unless that is wanted.
+        """
         memory = self.memory
         self.step = step = find_step(memory, parameters)
+        if not step and memory.steps and not even_the_first:
+            raise RecordingError(
+                f"the model is as it was before the first step of {memory.path}: going on from "
+                f"there would drop all of the {memory.steps:,} steps recorded. Was its checkpoint "
+                "not loaded? Load it into model and optimizer first; or, to begin again on "
+                'purpose, pass resume="rewind"'
+            )
         self._refuse_accumulated(step)
         momentum = {
             w.name: np.full_like(w.audit.weights, np.nan)
@@ -198,9 +209,7 @@ class Resumption:
             )
 
     def _note_phase(self, parameters: Parameters) -> None:
-        kept = [p for p in self.memory.phases if p.first_step < self.step]
-        if not kept:
-            kept = list(self.memory.phases[:1])
+        kept = [p for p in self.memory.phases if p.first_step <= self.step]
         behind = self.memory.steps if self.step < self.memory.steps else None
         carried = any(watched.momentum is not None for watched in parameters)
         momentum = "carried over" if carried else "replaced" if self._had_momentum() else "none"
