@@ -14,8 +14,9 @@ torch counts a tensor's in-place changes. Should a lent one have been touched, w
 cannot be trusted. The sum is then taken from the weights themselves, as they are now, a remark says
 so, and that parameter's gradients are copied from there on.
 
-Memory: besides the sums (16 bytes per entry of a parameter), the gradients of `WAITING` + 1 steps,
-and those held to be folded: of `HELD` steps, or as many as `HELD_BYTES` hold.
+Memory: besides the sums (16 bytes per entry of a parameter), the gradients of `WAITING` + 1 parcels
+(one step each, unless `PARCEL_BYTES` hold more), and those held to be folded: of `HELD` steps, or
+as many as `HELD_BYTES` hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import _thread
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,7 +42,10 @@ from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, Accumulated
 
 WAITING = 2
-"""How many optimizer steps may wait for the accountant; then training waits."""
+"""How many parcels may wait for the accountant; then training waits."""
+
+PARCEL_BYTES = 1 << 20
+"""Small gradients are handed over several steps at once: waking a thread costs more than they."""
 
 HELD_BYTES = 64 << 20
 """Gradients are folded before they take more than this (one step's may)."""
@@ -69,7 +74,7 @@ class Account:
     habit_known: bool = False
     loans: list[Loan] = field(default_factory=list)
     folded: int = 0
-    """The last job whose gradients are in the sum: nothing before it is read any more."""
+    """The last step whose gradients are in the sum: nothing before it is read any more."""
 
 
 class Update(NamedTuple):
@@ -93,6 +98,10 @@ class Pause(NamedTuple):
     fold: bool
 
 
+Job = Pause | str
+"""What wakes the accountant: "look" what was handed over, a pause, or the "end"."""
+
+
 class Accountant:
     """Follows accounts in a thread that begins with the first update.
 
@@ -102,9 +111,11 @@ class Accountant:
     def __init__(self, restart: Callable[[Watched], Accumulated]) -> None:
         self._restart = restart
         self.accounts: dict[str, Account] = {}
-        self._jobs: queue.SimpleQueue[tuple[int, list[Update]] | Pause | None] = queue.SimpleQueue()
+        self._handed: deque[tuple[int, list[Update]]] = deque()  # steps, by one operation each
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._room = threading.Semaphore(WAITING)
-        self._number = self._done = 0  # of the last job handed over, and of the last one done
+        self._number = self._done = 0  # of the last step handed over, and of the last one done
+        self._parcel_steps = self._parcel_bytes = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -113,7 +124,8 @@ class Accountant:
         """Follow a parameter from here on; its gradients are lent only if that may be."""
         probe = watched.audit.probe64.to(watched.audit.probe.dtype)
         account = Account(watched, learned, probe, habit_known=not lendable)
-        self.accounts[watched.name] = account
+        # a new table, not a new entry: the accountant may be going through the old one
+        self.accounts = self.accounts | {watched.name: account}
 
     # -- on the training thread -----------------------------------------------------------------
 
@@ -134,19 +146,23 @@ class Accountant:
         self._raise_failure()
         if self._thread is None:
             self._start()
-        number = self._number + 1
+        self._number = number = self._number + 1
         for update in updates:
             account = update.account
             if update.gradient is None:
                 continue
+            self._parcel_bytes += update.gradient.numel() * update.gradient.element_size()
             original, version = originals[account.watched.name]
             if update.gradient is original:
                 account.loans.append(Loan(number, original, version, update.record))
             elif not account.habit_known and original.device.type == "cpu":
                 account.first = original, version
-        self._room.acquire()
-        self._number = number
-        self._jobs.put((number, updates))
+        self._handed.append((number, updates))
+        self._parcel_steps += 1
+        if self._parcel_steps >= HELD or self._parcel_bytes >= PARCEL_BYTES:
+            self._parcel_steps = self._parcel_bytes = 0
+            self._room.acquire()
+            self._jobs.put("look")
 
     def _look_after(self, account: Account, gradient: Tensor) -> None:
         """The next gradient is there: were the last ones left alone, as the loop's habit says?"""
@@ -201,7 +217,7 @@ class Accountant:
     def close(self) -> None:
         """End the thread; whatever was handed over is done first."""
         if self._thread is not None and os.getpid() == self._process:
-            self._jobs.put(None)
+            self._jobs.put("end")
             self._thread.join()
             self._thread = None
 
@@ -218,13 +234,15 @@ class Accountant:
     # -- on the accountant's thread -------------------------------------------------------------
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) != "end":
             try:
-                if isinstance(job, Pause):
-                    if job.fold:
-                        self._fold(self.accounts.values())
-                else:
-                    self._follow(*job)
+                while self._handed:
+                    number, updates = self._handed.popleft()
+                    if self._failure is None:
+                        self._follow(number, updates)
+                    del updates  # gradients are not held on to while waiting for others
+                if isinstance(job, Pause) and job.fold:
+                    self._fold(self.accounts.values())
             except BaseException as error:
                 self._failure = error
             finally:
@@ -232,10 +250,8 @@ class Accountant:
                     job.lock.release()
                 else:
                     self._room.release()
-            del job
 
     def _follow(self, number: int, updates: Sequence[Update]) -> None:
-        self._done = number
         for account, transition, gradient, projected, record, unscale in updates:
             audit = account.watched.audit
             if projected is None:
@@ -246,6 +262,7 @@ class Accountant:
             change, pull = advance_along(audit.weights, audit.momentum, projected, transition)
             audit.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
             account.sum.hold(transition, gradient)
+        self._done = number
         full = sum(a.sum.held_bytes for a in self.accounts.values()) >= HELD_BYTES
         self._fold(a for a in self.accounts.values() if full or a.sum.held >= HELD)
 

@@ -204,18 +204,20 @@ class Steps:
 
     def _explain(self, reading: Reading) -> None:
         """Find the factor κ of every gradient that has patterns."""
-        plain = self._parameters.audits.are_plain()
-        for move in reading.moves:
+        resolved = [
+            m for m in reading.moves if m.watched.coverage == "patterns" and not m.unrecorded
+        ]
+        plain = self._parameters.audits.are_plain() if resolved else []
+        for move in resolved:
             watched = move.watched
-            resolved = watched.coverage == "patterns" and not move.unrecorded
-            if resolved and not plain[watched.index]:
+            if not plain[watched.index]:
                 try:
                     move.kappa = watched.audit.explain() * reading.unscale
                 except Unexplained as reason:
                     self._findings.unexplained_gradient(self.step, watched, str(reason))
                     assert watched.parameter.grad is not None
                     watched.audit.look_at(watched.parameter.grad)  # the prediction may go on
-        _share_factors(reading.moves)
+        _share_factors(resolved)
 
     def _decide_coverage(self, watched: Watched, gradient: Tensor) -> None:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
@@ -368,14 +370,13 @@ class Steps:
         return done
 
 
-def _share_factors(moves: Sequence[Move]) -> None:
+def _share_factors(resolved: Sequence[Move]) -> None:
     """Give κ to parameters whose own patterns cannot tell it, from the one that tells it best.
 
     Patterns may cancel to nothing but rounding (a bias before BatchNorm): any factor explains such
     a gradient, but what each of its patterns wrote depends on the right one. Clipping and unscaling
     act on all parameters of a group alike.
     """
-    resolved = [m for m in moves if m.watched.coverage == "patterns" and not m.unrecorded]
     if len({m.kappa for m in resolved}) <= 1:
         return
     clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
