@@ -194,7 +194,7 @@ def _coverage(parameter: dict[str, Any]) -> str:
     if coverage == "patterns":
         said = f"every pattern of {', '.join(parameter['layers'])}"
         every = parameter["every"]
-        return said if every == 1 else f"{said} at every {every}. step; a sum for the others"
+        return said if every == 1 else f"{said}, one of every {every} steps; the others as a sum"
     if coverage == "compacted":
         lost = f"{parameter['left_out']:.1e} of what was learned left out"
         return f"singular vectors of what was learned, {lost}; no examples, no steps"

@@ -5,6 +5,7 @@ W_S = a W_0 + h m_0 + Σ_{recorded} c δ x + U_S, with U from the gradients of t
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from tests.memory import tampering
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 import dualform as df
+from dualform.cli import main
 from dualform.learning_rules import coefficients
 
 STEPS, KEPT = 23, 5
@@ -173,6 +176,16 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
         plain(alone, step)
     for name, weight in alone.weights().items():
         assert torch.equal(weight, recorded.weights()[name])
+
+
+def test_info_tells_how_much_was_recorded(tmp_path: Path) -> None:
+    record(Training(), tmp_path, 3, steps=4)
+    shown = CliRunner().invoke(main, ["info", str(tmp_path)], env={"COLUMNS": "200"}).output
+    assert "of one of every 3 steps" in shown
+    assert "every pattern of 0, one of every 3 steps; the others as a sum" in shown
+    plain = json.loads(CliRunner().invoke(main, ["info", str(tmp_path), "--json"]).output)
+    assert plain["every"] == 3
+    assert {p["every"] for p in plain["parameters"] if p["coverage"] == "steps"} == {1}
 
 
 def test_between_the_kept_sums_the_nearest_are_named(tmp_path: Path) -> None:

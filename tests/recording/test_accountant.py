@@ -142,7 +142,7 @@ def test_a_gradient_touched_while_it_is_lent_is_found_out(
     follow = Accountant._follow
 
     def slowly(self: Accountant, number: int, updates: Any) -> None:
-        may_go_on.wait()
+        may_go_on.wait(timeout=60)
         follow(self, number, updates)
 
     monkeypatch.setattr(Accountant, "_follow", slowly)
