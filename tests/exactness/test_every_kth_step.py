@@ -464,6 +464,14 @@ def test_patterns_in_16_bits_of_every_kth_step(tmp_path: Path) -> None:
     assert df.DualForm(training.model, memory).verify(training.inputs[0]).passed
 
 
+def test_such_a_memory_is_not_converted(tmp_path: Path) -> None:
+    record(Training(), tmp_path / "run", 3, steps=4)
+    with pytest.raises(
+        df.RecordingError, match=r"one of every 3 steps; converting .* not possible"
+    ):
+        df.compact(tmp_path / "run", tmp_path / "half", dtype="float16")
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5])
 def test_a_cadence_that_is_none_is_refused(tmp_path: Path, every: Any) -> None:
     training = Training()

@@ -24,8 +24,7 @@ from dualform.attention import engine
 from dualform.attention.rounding import Stretch, carried, stretches
 from dualform.attention.view import View
 from dualform.learning_rules import ParameterLog
-from dualform.memory import LayerMemory
-from dualform.memory.memory import Fingerprint
+from dualform.memory import Fingerprint, LayerMemory
 
 
 class Tally:

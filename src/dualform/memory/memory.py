@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
 from dualform.memory import files
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
+from dualform.memory.fingerprint import Fingerprint
 from dualform.memory.layer import COMPACTED, LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.patterns import Patterns
@@ -31,15 +31,6 @@ from dualform.memory.segments import Segment
 
 Callback = Callable[[int, int], None]
 """Progress: called with (done, total)."""
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """Float64 projections of every parameter (and momentum buffer) after `step` updates."""
-
-    step: int
-    values: Mapping[str, Tensor]
-    momentum: Mapping[str, Tensor]
 
 
 class Memory:
