@@ -270,6 +270,8 @@ class _Plan:
         average = patterns * self.recorded // steps + events
         self.segments = math.ceil(steps / _steps_per(segment_bytes, average))
         self.segment_bytes = segment_bytes
+        if self._summed():  # they are committed every so many steps, too
+            self.segments += (steps - 1) // snapshot_every
 
     def layers(self) -> tuple[LayerEstimate, ...]:
         return tuple(
@@ -373,14 +375,17 @@ class _Plan:
         """Both sums, of the weights and of their momentum."""
         return 2 * self._sum_bytes(self.resolved)
 
-    def _sums_kept(self) -> int:
-        """How often sums are kept: every so many steps, at the end, and always if small."""
+    def _summed(self) -> int:
+        """What all sums take."""
         summed = self._sum_bytes(self.alone)
         summed += self._sum_bytes(self.unresolved) if self._is_over_budget() else 0
-        summed += self._unrecorded() if self.every > 1 else 0
-        small = summed <= self.segment_bytes // 8
-        due = self.steps // self.snapshot_every
-        return due + (self.segments if small else bool(self.steps % self.snapshot_every))
+        return summed + (self._unrecorded() if self.every > 1 else 0)
+
+    def _sums_kept(self) -> int:
+        """How often sums are kept: every so many steps, at the end, and always if small."""
+        if self._summed() <= self.segment_bytes // 8:
+            return self.segments
+        return 1 + (self.steps - 1) // self.snapshot_every
 
     def _log(self) -> int:
         per_parameter = LOG_BYTES + (self.every > 1)
