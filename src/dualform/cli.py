@@ -317,6 +317,9 @@ def contribute(
     default=True,
     help="Keep error signals (the default), or keys alone.",
 )
+@click.option(
+    "--every", default=1, show_default=True, help="Patterns of every so many steps will be kept."
+)
 @json_option
 def estimate(
     model: str | None,
@@ -329,6 +332,7 @@ def estimate(
     layers: tuple[str, ...],
     dtype: str,
     error_signals: bool,
+    every: int,
     as_json: bool,
 ) -> None:
     """Bytes on disk before you start, layer by layer, and RAM for buffers.
@@ -351,6 +355,7 @@ def estimate(
             layers=layers or None,
             dtype=dtype,
             error_signals=error_signals,
+            every=every,
         )
     if as_json:
         terminal.show_json(found.to_dict())

@@ -213,7 +213,7 @@ def contribution(
 def _shares(
     view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
 ) -> dict[str, float]:
-    """What no pattern of this layer wrote: initial state, step-level parts, sharing layers."""
+    """What no pattern of this layer wrote: initial state, unrecorded steps, sharing layers."""
     outer = write(layer.kind, torch.zeros(layer.shape).double(), queries, directions)
     summed = directions.sum(0)
     shares: dict[str, float] = {}
@@ -230,6 +230,10 @@ def _shares(
         unresolved = view.unresolved(parameter)
         if unresolved is not None:
             shares[f"{role} learned, step level"] = float((unresolved[own] * along).sum())
+        unrecorded = view.unrecorded(parameter)
+        if unrecorded is not None:
+            before = shares.get("unrecorded steps", 0.0)
+            shares["unrecorded steps"] = before + float((unrecorded[own] * along).sum())
         for writer in view.writers(parameter):
             if writer.name != layer.name:
                 written, here = shared_rows(writer, layer, parameter)

@@ -221,9 +221,9 @@ class DualForm:
         """The same weights minus what some patterns wrote. Not retraining, and not unlearning.
 
         Their values are multiplied by 1 − `strength`. Without a condition: everything learned.
-        Parameters without pattern resolution stay as they are (`unresolved="keep"`) or fall back to
-        their initial part (`"drop"`). Contributions are large and cancel: dropping a single class
-        can wreck a network that retraining without it would keep.
+        What has no pattern resolution (other parameters, unrecorded steps) stays as it is
+        (`unresolved="keep"`) or falls back to the initial part (`"drop"`). Contributions are large
+        and cancel: dropping a single class can wreck a network that retraining would keep.
 
         Example:
             >>> dual.without(task="fashion", strength=0.7)                 # doctest: +SKIP
@@ -254,8 +254,16 @@ class DualForm:
             for name, parameter in self.memory.parameters.items()
             if parameter.coverage in ("steps", "accumulated", "compacted")
         ]
+        every = self.memory.every
+        if every > 1:
+            lines.append(
+                f"  one of every {every} steps was recorded; what the others wrote is one sum"
+            )
         if self.is_masked:
             lines.append("  a mask takes away what patterns wrote; it is not retraining")
+        if self.is_masked and every > 1:
+            dropped = self._view.drops_unresolved
+            lines.append(f"  {'dropped' if dropped else 'kept'}: what unrecorded steps wrote")
         if self.is_masked and unresolved:
             what = "their initial part" if self._view.drops_unresolved else "kept as trained"
             lines.append(f"  without pattern resolution, {what}: {', '.join(unresolved)}")

@@ -11,7 +11,8 @@ over one by one, as soon as the pass has met all their patterns, and nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 from math import sqrt
 
@@ -24,7 +25,7 @@ from dualform.attention.rounding import Stretch, carried, stretches
 from dualform.attention.view import View
 from dualform.layers.kinds import write
 from dualform.learning_rules import ParameterLog
-from dualform.memory import LayerMemory
+from dualform.memory import Fingerprint, LayerMemory
 
 
 class Tally:
@@ -36,8 +37,14 @@ class Tally:
         self.log: ParameterLog = view.log(parameter)
         self.probe = memory.probe(parameter).double()
         self.sketch = memory.sketch(parameter).double()
+        self.seen = memory.audit_projections(parameter)[: view.at]  # u·(grad v), by training
+        self.unrecorded = memory.is_unrecorded(parameter)[: view.at]
         known = [f for f in memory.fingerprints if f.step <= view.at and parameter in f.values]
+        self.largest_print = max((_rms(f.values[parameter]) for f in known), default=0.0)
+        if self.unrecorded.any():
+            known = _without_unrecorded(view, parameter, known)
         self.fingerprints = known
+        """As far as patterns account for them, where that is known."""
         self.stops = np.array([f.step for f in known], dtype=np.int64)
         self.stretches = stretches(self.log, self.stops)
         self.slots = _slots(self.stretches, view.at)
@@ -104,6 +111,20 @@ class Tally:
         seen = self.log.kappa * carried(self.projections, self.log)
         result: engine.Reals = np.where(self.log.applied, seen, 0.0)
         return result
+
+    def as_rounded(self) -> tuple[ParameterLog, engine.Reals, engine.Reals]:
+        """What rounding depends on: a log in which unrecorded gradients act like any other.
+
+        With it u·(grad v) of every step, and about the size of an entry of each unrecorded
+        gradient (one projection may miss it: at least their root mean square), 0 elsewhere.
+        """
+        if not self.unrecorded.any():
+            return self.log, self.applied_projections(), np.zeros(len(self.log))
+        log = replace(self.log, kappa=np.where(self.unrecorded, 1.0, self.log.kappa))
+        applied = np.where(self.unrecorded, self.seen, self.applied_projections())
+        typical = sqrt(float(np.mean(self.seen[self.unrecorded] ** 2)))
+        sizes = np.where(self.unrecorded, np.maximum(np.abs(self.seen), typical), 0.0)
+        return log, applied, sizes
 
 
 def tallies(
@@ -191,6 +212,28 @@ def _add_gradients(view: View, sums: Tally) -> None:
         steps = np.array([step for step, _ in block], dtype=np.int64)
         ones = torch.ones(len(block), dtype=torch.float64)
         sums.add(steps, torch.stack(projections), ones, torch.tensor(sizes, dtype=torch.float64).T)
+
+
+def _without_unrecorded(
+    view: View, parameter: str, fingerprints: Sequence[Fingerprint]
+) -> list[Fingerprint]:
+    """The fingerprints where U is known, without its share: what patterns have to lead to."""
+    memory, found = view.memory, []
+    probe = memory.probe(parameter).double()
+    kept, moved = memory.unrecorded_steps(parameter), memory.is_unrecorded(parameter)
+    for seen in fingerprints:
+        if seen.step in kept or not moved[: seen.step].any():
+            parts = memory.unrecorded(parameter, seen.step)
+            weights, momentum = (p.reshape(len(seen.values[parameter]), -1) @ probe for p in parts)
+            own = {parameter: seen.values[parameter].double() - weights}
+            buffer = seen.momentum.get(parameter)
+            left = {} if buffer is None else {parameter: buffer.double() - momentum}
+            found.append(Fingerprint(seen.step, own, left))
+    return found
+
+
+def _rms(vector: Tensor) -> float:
+    return float(vector.double().norm()) / sqrt(max(vector.numel(), 1))
 
 
 def _slots(found: list[Stretch], steps: int) -> list[tuple[engine.Rows, engine.Reals]]:

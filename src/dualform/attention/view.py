@@ -1,8 +1,9 @@
 """One network out of a recorded run, as numbers: the run at some step, under some masks.
 
-Every parameter is a *base* (what no pattern accounts for: a W_0 + h m_0, or all of it where the
-parameter has no pattern resolution) plus the sum over the patterns that wrote into it. This file
-says which base, which patterns and with which coefficients; `engine.py` does the summing.
+Every parameter is a *base* (what no pattern accounts for: a W_0 + h m_0, what unrecorded steps
+wrote, or all of it where the parameter has no pattern resolution) plus the sum over the patterns
+that wrote into it. This file says which base, which patterns and with which coefficients;
+`engine.py` does the summing.
 
 Why it is hard: weight and bias of one layer follow different rules, several layers may share one
 parameter, and some parameters were only accounted for step by step. All of that ends here.
@@ -37,7 +38,7 @@ class View:
 
     @property
     def drops_unresolved(self) -> bool:
-        """Whether a mask asked that parameters without patterns fall back to their initial part."""
+        """Whether a mask asked that nothing be left of what was learned without patterns."""
         return any(mask.unresolved == "drop" for mask in self.masks)
 
     def coefficients(self, parameter: str) -> Coefficients:
@@ -102,12 +103,21 @@ class View:
                 total += factors[step] * applied.double()
         return total
 
+    def unrecorded(self, parameter: str) -> Tensor | None:
+        """U, what the steps wrote whose patterns were not kept (`every=k`), float64.
+
+        None if every step was recorded, or if it is dropped.
+        """
+        known = self.memory.parameters[parameter]
+        if self.memory.every == 1 or known.coverage != "patterns" or self.drops_unresolved:
+            return None
+        return self.memory.unrecorded(parameter, self.at)[0]
+
     def base(self, parameter: str) -> Tensor:
         """Everything in the parameter that no pattern accounts for, float64."""
         initial, momentum = self.initial_parts(parameter)
-        unresolved = self.unresolved(parameter)
         base = initial.clone()  # the caller may add to it
-        for part in (momentum, unresolved):
+        for part in (momentum, self.unresolved(parameter), self.unrecorded(parameter)):
             if part is not None:
                 base += part
         return base

@@ -151,6 +151,7 @@ class Description:
         self.environment = {str(k): v for k, v in manifest["environment"].items()}
         self.initial = WrittenFile.from_json(manifest["initial"])
         self.snapshots = {count(e["step"]): numbered_file(e) for e in manifest["snapshots"]}
+        self.every = count(manifest.get("every", 1))
         self.phases = tuple(Phase.from_json(entry) for entry in manifest.get("phases", ()))
         self.conversions = tuple(map(Conversion.from_json, manifest.get("conversions", ())))
 
@@ -173,9 +174,11 @@ class Description:
                 if not described.error_signals and self.parameters[name].coverage in RESOLVED:
                     raise ValueError(f"{name!r} lacks the error signals of layer {layer.name!r}")
             self._agree_on_rank(described, segments)
+        if not self.every:
+            raise ValueError("no step at all is said to be recorded")
         expected = 0
         for segment in segments:
-            if segment.first_step != expected or not segment.steps:
+            if segment.first_step != expected or not segment.is_consistent:
                 raise ValueError(f"segment {segment.path.name} does not follow the one before")
             expected = segment.end
         if expected != self.steps:

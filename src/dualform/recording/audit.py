@@ -360,7 +360,6 @@ class ParameterAudit:
         if anchor:
             largest = largest_row(as_matrix(parameter.detach()))
             self.spread = max(self.spread, largest)
-            self.ever = max(self.ever, largest)
         off = float(np.abs(real - self.weights).max(initial=0.0))
         bound = self.weights_bound
         if not off <= bound:
@@ -370,10 +369,15 @@ class ParameterAudit:
                 "optimizer not what it says?"
             )
         if anchor:
-            np.copyto(self.weights, real)
-            self.spread = largest
-            self.travel = self.path = 0.0
-            self.steps = 0
+            self.start_from(real, largest)
+
+    def start_from(self, weights: NDArray[np.float64], largest: float) -> None:
+        """Predict from weights with this fingerprint, whose largest row has this size."""
+        np.copyto(self.weights, weights)
+        self.spread = largest
+        self.ever = max(self.ever, largest)
+        self.travel = self.path = 0.0
+        self.steps = 0
 
     @property
     def weights_bound(self) -> float:

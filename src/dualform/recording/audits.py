@@ -7,6 +7,7 @@ whoever does not give the usual answer is then looked at alone, in `audit.py`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import sqrt
 
@@ -35,7 +36,7 @@ class Audits:
     """
 
     def __init__(self, audits: Sequence[ParameterAudit]) -> None:
-        self._audits = list(audits)
+        self._audits, self._moving = list(audits), list(audits)
         self._waiting: list[tuple[ParameterAudit | None, ParameterAudit | None, Rows]] = []
         rows = [len(audit.sketch) for audit in audits]
         self._alike = all(rows) and not any(audit.entrywise for audit in audits)
@@ -98,12 +99,17 @@ class Audits:
         """The same step of the learning rule for all of them."""
         change, pull = advance_along(self._weights, self._momentum, self._projected, transition)
         moved = np.add.reduceat(change * change + pull * pull, self._starts)
-        for audit, much in zip(self._audits, moved.tolist(), strict=True):
+        for audit, much in zip(self._moving, moved.tolist(), strict=True):
             audit.count(transition, much)
 
     def settle(self, step: int) -> None:
         for audit in self._audits:
             audit.settle(step)
+
+    def leave(self, audit: ParameterAudit) -> None:
+        """Where its weights should be is followed elsewhere from now on: that it takes with it."""
+        self._moving[self._audits.index(audit)] = copy.copy(audit)  # moves on, to no effect
+        audit.weights, audit.momentum = audit.weights.copy(), audit.momentum.copy()
 
     @property
     def can_advance(self) -> bool:

@@ -38,6 +38,11 @@ class Watched:
     resolved: bool = True  # whether the error signals of all its layers are kept
     by_steps: bool = False  # used in ways that have no patterns
 
+    @property
+    def keys_alone(self) -> bool:
+        """Whether it is of a layer whose keys are kept without error signals."""
+        return bool(self.layers) and not self.resolved and not self.by_steps
+
     def describe(self, accumulated_since: int | None) -> dict[str, Any]:
         """The manifest's entry."""
         return {

@@ -183,6 +183,10 @@ class Tags:
         self._codes = {n: {s: code for code, s in enumerate(known)} for n, known in strings.items()}
         self._written = {name: len(known) for name, known in strings.items()}
 
+    def forgotten(self) -> Tag | None:
+        """What is in force until the first tag after a resume; None if nothing was ever tagged."""
+        return Tag({}, -1, self._calls) if self.kinds else None
+
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
         for name in columns:
