@@ -266,7 +266,7 @@ def test_keys_alone_of_an_embedding_are_enough_to_attend(new_run: Any) -> None:
     run = new_run(seeded(Words), loss_of, torch.float64, error_signals=["head", "body"])
     train(run)
     memory = df.Memory.open(run.path)
-    assert memory.parameters["embedding.weight"].coverage == "steps"
+    assert memory.parameters["embedding.weight"].coverage == "accumulated"
     dual = df.DualForm(run.model, memory)
     assert dual.verify().passed
     assert dual.attend(torch.tensor([[1]]))["embedding"].weights.sum() > 0

@@ -18,11 +18,11 @@ from dualform.learning_rules import ParameterLog, hyperparameters, transitions
 from dualform.recording.audit import (
     ANCHOR,
     ParameterAudit,
-    Rows,
     Transition,
     Unexplained,
 )
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
+from dualform.recording.rows import Rows
 
 STEPS = 6
 TAMPERED = 3

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import dualform as df
-from dualform.recording.audit import LARGE, PARTS, ParameterAudit, Rows
+from dualform.recording.audit import LARGE, PARTS, ParameterAudit
 from dualform.recording.audits import Audits, see_patterns
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
+from dualform.recording.rows import Rows
 
 ROWS, WIDTH, OUT = 320, 256, 4
 

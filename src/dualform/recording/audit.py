@@ -28,7 +28,6 @@ from the real weights. The buffer's prediction goes on: momentum below 1 forgets
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import sqrt
 
 import numpy as np
@@ -36,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.layers import Layer
+from dualform.recording.rows import Rows
 
 SLACK_GRADIENT = 32.0
 """How many times eps · Σ‖δ‖‖x‖ the two sides of question 1 may differ by."""
@@ -430,42 +429,6 @@ def _directions(rows: int, width: int, generator: torch.Generator) -> tuple[Tens
     return probe, torch.randn(rows, generator=generator, dtype=torch.float64) / sqrt(rows or 1)
 
 
-PLAIN = Layer("", "linear", "", None, 0, 0)
-"""A layer that is all of its parameters."""
-
-
-class Rows:
-    """Patterns as kept for writing, [n, d]. Sizes are seldom needed, and taken when they are.
-
-    Error signals in 16 bits may have `scales` [n]. `dtype` is None where the two are not alike;
-    keys that are tokens are like any error signals.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        keys: Tensor,
-        error_signals: Tensor,
-        scales: Tensor | None = None,
-        layer: Layer = PLAIN,
-    ) -> None:
-        self.step, self.layer = step, layer
-        self.patterns = len(keys)
-        self.keys, self.error_signals, self._scales = keys, error_signals, scales
-        alike = keys.dtype == error_signals.dtype or not keys.is_floating_point()
-        self.dtype = error_signals.dtype if alike and scales is None else None
-
-    @cached_property
-    def size_of_keys(self) -> float:
-        return sqrt(self.patterns) if self.layer.kind == "embedding" else _size(self.keys)
-
-    @cached_property
-    def size_of_error_signals(self) -> float:
-        if self._scales is not None:
-            return _size(self.error_signals.float() * self._scales[:, None])
-        return _size(self.error_signals)
-
-
 def advance_along(
     weights: NDArray[np.float64],
     momentum: NDArray[np.float64],
@@ -485,17 +448,6 @@ def advance_along(
             momentum += mw * weights
     weights += change
     return change, pull
-
-
-def _size(rows: Tensor) -> float:
-    """The Frobenius norm, by the cheapest way there is."""
-    flat = rows.reshape(-1)
-    if flat.dtype not in (torch.float32, torch.float64):
-        flat = flat.float()
-    square = float(torch.dot(flat, flat))
-    if not 1e-30 < square < 1e30:  # near the ends of float32's range
-        square = float(torch.dot(flat.double(), flat.double()))
-    return sqrt(square)
 
 
 def _norm(vector: NDArray[np.float64]) -> float:

@@ -20,10 +20,10 @@ from dualform.recording.audit import (
     EPSILON,
     SNAP,
     ParameterAudit,
-    Rows,
     Transition,
     advance_along,
 )
+from dualform.recording.rows import Rows
 
 TALL = 1 << 18
 """From this many error signals on, their two sums are taken one after the other."""

@@ -31,7 +31,6 @@ from dualform.errors import AuditError, RecordingError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
 from dualform.layers.naming import possible_names
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.audit import Rows
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.capture import Capture
 from dualform.recording.commits import Commits
@@ -45,6 +44,7 @@ from dualform.recording.opaque import refuse_opaque, refuse_reentrant
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
+from dualform.recording.rows import Rows
 from dualform.recording.sink import SETS, DiskSink, Sink
 from dualform.recording.steps import Steps, read_before_moving, unknown_rule
 from dualform.recording.storage import Storage

@@ -28,7 +28,8 @@ from torch import Tensor
 from dualform.layers import Layer
 
 MOST = 1 << 21
-"""How many different rows of one layer are remembered: 50 MB of sums and numbers."""
+"""How many different rows of one layer are remembered: 50 MB, and once more while two parts are
+joined."""
 
 AT_ONCE = 1 << 16
 """How many words are summed at a time: few enough to stay in the processor's cache."""
@@ -110,32 +111,40 @@ class RowIndex:
 
 
 class _Sorted(NamedTuple):
-    """Sums [n, 2] in the order of the first, and the rows' numbers."""
+    """Sums in the order of the first of the two, [n] each, and the rows' numbers."""
 
-    sums: Sums
+    first: Sums
+    second: Sums
     numbers: NDArray[np.int64]
 
     @classmethod
     def empty(cls) -> _Sorted:
-        return cls(np.empty((0, 2), np.uint64), np.empty(0, np.int64))
+        return cls(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))
 
     @classmethod
     def of(cls, sums: Sums, numbers: NDArray[np.int64]) -> _Sorted:
         order = np.argsort(sums[:, 0], kind="stable")
-        return cls(sums[order], numbers[order])
+        return cls(sums[order, 0], sums[order, 1], numbers[order])
 
     def joined(self, other: _Sorted) -> _Sorted:
-        return self.of(
-            np.concatenate([self.sums, other.sums]), np.concatenate([self.numbers, other.numbers])
-        )
+        """Both in one, at no more memory than that takes."""
+        length = len(self.numbers) + len(other.numbers)
+        at = np.searchsorted(self.first, other.first) + np.arange(len(other.numbers))
+        before = np.ones(length, bool)
+        before[at] = False
+        sums = np.empty((2, length), np.uint64)
+        joined = _Sorted(sums[0], sums[1], np.empty(length, np.int64))
+        for to, mine, theirs in zip(joined, self, other, strict=True):
+            to[before], to[at] = mine, theirs
+        return joined
 
     def find(self, sums: Sums, found: NDArray[np.int64]) -> None:
         """Put the numbers of rows that are here into `found`."""
         if not len(self.numbers):
             return
-        place = np.searchsorted(self.sums[:, 0], sums[:, 0])
+        place = np.searchsorted(self.first, sums[:, 0])
         place[place == len(self.numbers)] = 0
-        same = (self.sums[place] == sums).all(1)
+        same = (self.first[place] == sums[:, 0]) & (self.second[place] == sums[:, 1])
         found[same] = self.numbers[place[same]]
 
 
