@@ -10,12 +10,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import dualform as df
+from dualform.attention import candidates, compiled, ranking
 from dualform.attention import group_sums as sums
-from dualform.attention import ranking
+from dualform.attention import weights as weights_room
 from dualform.memory import LayerMemory
 from dualform.memory.layer import Block
 
@@ -30,9 +31,12 @@ class World:
     passes: int = 0
     in_features: int = field(init=False)
     rows: int = field(init=False)
+    derived: None = None
+    stored_eps: float = 0.0
 
     def __post_init__(self) -> None:
         self.rows, self.in_features = self.keys.shape
+        self.dtype = self.stored = self.keys.dtype
 
     def blocks(
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
@@ -92,33 +96,76 @@ def brute(world: World, queries: Tensor) -> np.ndarray[Any, Any]:
     return weights
 
 
-@settings(max_examples=150, deadline=None)
+def check_top(
+    world: World,
+    queries: Tensor,
+    included: Any,
+    codes: Any,
+    groups: int,
+    k: int,
+    sign: str,
+    found: ranking.Ranked,
+) -> None:
+    """Against a full sort: the same patterns in the same order, up to float64's own rounding."""
+    weights = brute(world, queries)
+    sizes = queries.norm(dim=1)[:, None] * world.keys.double().norm(dim=1)
+    off = 1e-14 * sizes.numpy()
+    chosen = np.ones(world.rows, bool) if included is None else included
+    rank = ranking.order(sign)
+    assert np.array_equal(found.query, np.sort(found.query))
+    for query in range(len(queries)):
+        for group in range(groups):
+            mine = (found.query == query) & (found.group == group)
+            rows, values = found.row[mine], found.weight[mine]
+            here = np.flatnonzero(chosen if codes is None else chosen & (codes == group))
+            assert len(rows) == min(k, len(here))
+            assert np.array_equal(found.rank[mine], np.arange(len(rows)))
+            assert np.isin(rows, here).all()
+            assert len(set(rows.tolist())) == len(rows)
+            assert (np.abs(values - weights[query][rows]) <= off[query][rows]).all()
+            # in order, and where weights are equal to the bit, the earlier pattern first
+            order = np.lexsort((rows, -rank(values)))
+            assert np.array_equal(order, np.arange(len(rows)))
+            out = np.setdiff1d(here, rows)
+            if len(out) and len(rows):
+                worst, last = rank(values)[-1], rows[-1]
+                better = rank(weights[query][out]) > worst + 2 * off[query].max()
+                assert not better.any()
+                # the same key as the last one listed, but not listed: it comes later
+                same = (world.keys[out] == world.keys[last]).all(1).numpy()
+                assert (out[same] > last).all()
+
+
+SIGNS = st.sampled_from(["most", "least", "absolute"])
+
+
+@pytest.mark.parametrize("way", ["few", "plain", "compiled", "compiled, few"])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    worlds(),
-    st.integers(1, 130),
-    st.sampled_from(["most", "least", "absolute"]),
-    st.integers(1, 130),
-    st.booleans(),
+    made=worlds(), k=st.integers(1, 130), sign=SIGNS, block=st.integers(1, 130), by=st.booleans()
 )
 def test_the_top_k_is_a_full_sort_cut_off(
-    made: Any, k: int, sign: str, block: int, grouped: bool
+    monkeypatch: Any, way: str, made: Any, k: int, sign: str, block: int, by: bool
 ) -> None:
+    choose(monkeypatch, way)
     world, queries, included, codes, groups = made
-    if not grouped:
+    if not by:
         codes, groups = None, 1
     found = ranking.top_patterns(
         world.layer, queries, included, k, sign, codes, groups, block=block
     )
-    weights = brute(world, queries)
-    chosen = np.ones(world.rows, bool) if included is None else included
-    for query, by_group in enumerate(found):
-        assert len(by_group) == groups
-        for group, (rows, values) in enumerate(by_group):
-            here = np.flatnonzero(chosen if codes is None else chosen & (codes == group))
-            alpha = weights[query][here]
-            expected = here[np.lexsort((here, -ranking.order(sign)(alpha)))][:k]
-            assert np.array_equal(rows, expected)
-            assert np.array_equal(values, weights[query][expected])
+    check_top(world, queries, included, codes, groups, k, sign, found)
+
+
+def choose(monkeypatch: Any, way: str) -> None:
+    """One of the ways to rank: few queries or many, with compiled loops or without."""
+    if way.startswith("compiled"):
+        pytest.importorskip("numba")
+    monkeypatch.setattr(compiled, "WORTH", 0 if way.startswith("compiled") else 1 << 62)
+    monkeypatch.setattr(weights_room, "FEW", 8 if "few" in way else 0)
+    monkeypatch.setattr(candidates, "ROOM", 1)
 
 
 @settings(max_examples=100, deadline=None)
@@ -136,18 +183,19 @@ def test_sums_by_group_are_the_sums_over_all_patterns(made: Any) -> None:
             assert off <= 1e-13 * size
 
 
-def test_many_queries_take_several_passes_and_give_the_same(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_many_queries_take_several_passes_and_give_the_same(monkeypatch: Any, way: str) -> None:
+    choose(monkeypatch, way)
     generator = torch.Generator().manual_seed(0)
     world = World(torch.randn(700, 8, generator=generator), [300, 1, 200])
     queries = torch.randn(23, 8, generator=generator, dtype=torch.float64)
     codes = torch.randint(0, 3, (700,), generator=generator).numpy()
     whole = ranking.top_patterns(world.layer, queries, None, 11, "most", codes, 3)
     monkeypatch.setattr(ranking, "QUERIES_AT_ONCE", 4)
+    monkeypatch.setattr(ranking, "LISTED", 3 * 11 * 40)
     parts = ranking.top_patterns(world.layer, queries, None, 11, "most", codes, 3, block=37)
     for one, other in zip(whole, parts, strict=True):
-        for (rows, values), (same_rows, same_values) in zip(one, other, strict=True):
-            assert np.array_equal(rows, same_rows)
-            assert np.array_equal(values, same_values)
+        assert np.array_equal(one, other)
 
 
 def test_a_table_of_sums_is_built_once_and_where_no_sign_is_mixed_nothing_is_scanned() -> None:

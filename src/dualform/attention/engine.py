@@ -11,9 +11,10 @@ Ranking (`ranking.py`) and sums by group (`group_sums.py`) have faster ways of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.memory import LayerMemory
+from dualform.memory.layer import Block
 
 BLOCK = 4096
 """Patterns per block: a few megabytes, large enough for matrix products to run at full speed."""
@@ -30,6 +32,30 @@ Progress = Callable[[int, int], None]
 
 Reals = NDArray[np.float64]
 Rows = NDArray[np.int64]
+
+_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """Have every pass over a layer's patterns that is made inside call `progress(done, total)`."""
+    token = _progress.set(progress)
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def reported(parts: Iterable[Block], total: int) -> Iterator[Block]:
+    """The same blocks; whoever asked for progress is told of each."""
+    progress, done = _progress.get(), 0
+    for part in parts:
+        if progress is not None:
+            progress(done, total)
+        done += part.rows
+        yield part
+    if progress is not None:
+        progress(total, total)
 
 
 @dataclass(frozen=True)
@@ -53,7 +79,8 @@ def scan(
     block: int = BLOCK,
 ) -> Iterator[Scanned]:
     """Every pattern of the layer, or the `included` ones, in order, a block at a time."""
-    for part in layer.blocks(block, keys=keys, error_signals=error_signals):
+    blocks = layer.blocks(block, keys=keys, error_signals=error_signals)
+    for part in reported(blocks, layer.rows):
         size = part.rows
         rows = np.arange(part.start, part.start + size)
         chosen: slice | Tensor = slice(None)
@@ -71,10 +98,19 @@ def scan(
 
 
 def key_blocks(
-    layer: LayerMemory, included: NDArray[np.bool_] | None = None, block: int = BLOCK
+    layer: LayerMemory,
+    included: NDArray[np.bool_] | None = None,
+    block: int = BLOCK,
+    first: Reals | None = None,
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """Row numbers and keys [b, d_in] in the dtype of training, a block at a time."""
-    for part in layer.blocks(block, error_signals=False):
+    """Row numbers and keys [b, d_in] in the dtype of training, a block at a time.
+
+    In order; or, given a number per pattern, the blocks with the largest `first`.
+    """
+    parts: Iterable[Block] = layer.blocks(block, error_signals=False)
+    if first is not None:
+        parts = _largest_first(list(parts), first)
+    for part in reported(parts, layer.rows):
         rows = np.arange(part.start, part.start + part.rows)
         inside = None if included is None else included[part.start : part.start + part.rows]
         if inside is not None and not inside.any():
@@ -86,6 +122,13 @@ def key_blocks(
         if keys.dtype not in (torch.float32, torch.float64):
             keys = keys.float()
         yield rows, keys
+
+
+def _largest_first(parts: list[Block], sizes: Reals) -> Iterator[Block]:
+    """The same blocks in another order; none is held once it has been used."""
+    parts.sort(key=lambda part: float(sizes[part.start : part.start + part.rows].max()))
+    while parts:
+        yield parts.pop()
 
 
 def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
@@ -134,40 +177,6 @@ def attention_blocks(
     """The attention weights α = x·q of every query over a block of patterns at a time: [n, b]."""
     for part in scan(layer, included, error_signals=False):
         yield part, queries @ part.keys.T
-
-
-def contributions(
-    layer: LayerMemory,
-    queries: Tensor,
-    directions: Tensor,
-    weight: Reals | None,
-    bias: Reals | None,
-) -> tuple[Reals, Reals]:
-    """What each pattern wrote along g, and its attention, summed over the query rows: [T] each.
-
-    Σ_i weight_t (x_t·q_i)(δ_t·g_i) + bias_t (δ_t·g_i); queries [n, d_in], directions [n, d_out].
-    """
-    written, attention = np.zeros(layer.rows), np.zeros(layer.rows)
-    for part in scan(layer):
-        along = directions @ part.error_signals.T
-        alpha = queries @ part.keys.T
-        attention[part.rows] = alpha.sum(0).numpy()
-        if weight is not None:
-            written[part.rows] += weight[part.rows] * (alpha * along).sum(0).numpy()
-        if bias is not None:
-            written[part.rows] += bias[part.rows] * along.sum(0).numpy()
-    return written, attention
-
-
-def group_codes(values: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
-    """The distinct values of a column, sorted, missing ones last; each row's index into them."""
-    if values.dtype != object:
-        distinct, codes = np.unique(values, return_inverse=True)
-        return distinct.tolist(), codes.astype(np.int64).reshape(-1)
-    known = sorted({v for v in values.tolist() if v is not None}, key=lambda v: (str(type(v)), v))
-    listed = [*known, None] if any(v is None for v in values.tolist()) else known
-    index = {value: code for code, value in enumerate(listed)}
-    return listed, np.array([index[v] for v in values.tolist()], dtype=np.int64)
 
 
 def _at(numbers: Reals, rows: Rows) -> Tensor:

@@ -4,16 +4,15 @@ Attention is linear in the key: Σ_{t in g} x_t·q = (Σ_{t in g} x_t)·q. So on
 row per group, answers every query at the cost of a tiny product, however long the training was. The
 sum of absolute values, the paper's choice, is the same number wherever no weight is negative:
 behind ReLUs, or for images, where neither keys nor query have negative entries. Only where signs
-are mixed must all patterns be met again.
+are mixed must the patterns be met again, and there keys that recur are met once (`recurring.py`).
 
-A table takes one pass over the keys; the last few are kept as long as the memory is open.
+A table takes one pass over the keys and is then kept (`tables.py`).
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,10 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine
+from dualform.attention.recurring import recurring_keys
+from dualform.attention.tables import kept
 from dualform.memory import LayerMemory
 
-TABLES_KEPT = 8
-"""How many tables are kept per layer: a table is as large as a weight of as many rows as groups."""
+QUERIES_AT_ONCE = 256
+"""Queries per matrix product: a block's weights stay small."""
+
+LARGEST_TABLE = 1 << 28
+"""Bytes up to which a table is worth having; more groups than that are summed as they stream."""
+
+MANY_GROUPS = 64
+"""Groups in a block from which on rows are added one by one instead of group by group."""
 
 
 class KeySums(NamedTuple):
@@ -32,9 +39,6 @@ class KeySums(NamedTuple):
 
     sums: Tensor
     non_negative: bool
-
-
-_tables: WeakKeyDictionary[LayerMemory, dict[bytes, KeySums]] = WeakKeyDictionary()
 
 
 def group_sums(
@@ -45,6 +49,8 @@ def group_sums(
     groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Σ α and Σ |α| over the patterns of each group: [n, groups] twice, float64."""
+    if groups * layer.in_features * 8 > LARGEST_TABLE:
+        return _streamed(layer, queries, included, codes, groups)
     table = key_sums(layer, included, codes, groups)
     signed = queries @ table.sums.T
     mixed = torch.ones(len(queries), dtype=torch.bool)
@@ -56,28 +62,32 @@ def group_sums(
     return signed, absolute
 
 
+def sums_of_held(
+    held: engine.Reals, included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups: int
+) -> tuple[Tensor, Tensor]:
+    """The same from weights that are all known, [n, T], zero where a pattern is not included."""
+    inside = slice(None) if included is None else np.flatnonzero(included)
+    signed = [np.bincount(codes[inside], line[inside], groups) for line in held]
+    absolute = [np.bincount(codes[inside], np.abs(line[inside]), groups) for line in held]
+    return torch.from_numpy(np.stack(signed)), torch.from_numpy(np.stack(absolute))
+
+
 def key_sums(
     layer: LayerMemory,
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
 ) -> KeySums:
-    """The table of key sums of these groups, built in one pass or taken from the last few."""
-    kept = _tables.setdefault(layer, {})
-    name = _name(included, codes, groups)
-    if name not in kept:
-        built = _build(layer, included, codes, groups)
-        while len(kept) >= TABLES_KEPT:
-            del kept[next(iter(kept))]
-        kept[name] = built
-    return kept[name]
+    """The table of key sums of these groups, built in one pass or taken from those kept."""
+    about = f"key sums of {groups} groups {_digest(included, codes)}"
+    table = kept(layer, about, lambda: _build(layer, included, codes, groups))
+    return KeySums(table["sums"], bool(table["lowest"] >= 0))
 
 
-def _name(included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups: int) -> bytes:
-    digest = blake2b(codes.tobytes(), digest_size=16)
+def _digest(included: NDArray[np.bool_] | None, codes: NDArray[np.int64]) -> str:
+    digest = blake2b(np.ascontiguousarray(codes).tobytes(), digest_size=16)
     digest.update(b"all" if included is None else np.packbits(included).tobytes())
-    digest.update(str(groups).encode())
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _build(
@@ -85,19 +95,47 @@ def _build(
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
-) -> KeySums:
+) -> dict[str, Tensor]:
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
     lowest = 0.0
     for rows, keys in engine.key_blocks(layer, included):
         code = codes[rows]
-        if (np.diff(code) < 0).any():  # each group's rows together: then they are plain sums
-            ordered = np.argsort(code, kind="stable")
-            code, keys = code[ordered], keys[torch.from_numpy(ordered)]
-        starts = np.flatnonzero(np.diff(code, prepend=-1))
-        for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
-            sums[code[start]] += keys[start:stop].sum(0, dtype=torch.float64)
+        if len(np.unique(code)) > MANY_GROUPS:
+            sums.index_add_(0, torch.from_numpy(code), keys.double())
+        else:
+            _add_by_group(sums, code, keys)
         lowest = min(lowest, float(keys.min())) if keys.numel() else lowest
-    return KeySums(sums, lowest >= 0.0)
+    return {"sums": sums, "lowest": torch.tensor([lowest], dtype=torch.float64)}
+
+
+def _add_by_group(sums: Tensor, code: NDArray[np.int64], keys: Tensor) -> None:
+    """Each group's rows together: then they are plain sums."""
+    if (np.diff(code) < 0).any():
+        ordered = np.argsort(code, kind="stable")
+        code, keys = code[ordered], keys[torch.from_numpy(ordered)]
+    starts = np.flatnonzero(np.diff(code, prepend=-1))
+    for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
+        sums[code[start]] += keys[start:stop].sum(0, dtype=torch.float64)
+
+
+def _streamed(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    codes: NDArray[np.int64],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Both sums for more groups than a table can hold: all patterns, block by block."""
+    signed = torch.zeros(groups, len(queries), dtype=torch.float64)
+    absolute = torch.zeros_like(signed)
+    for part in engine.scan(layer, included, error_signals=False):
+        code = torch.from_numpy(codes[part.rows])
+        for low in range(0, len(queries), QUERIES_AT_ONCE):
+            here = slice(low, low + QUERIES_AT_ONCE)
+            alpha = part.keys @ queries[here].T
+            signed[:, here].index_add_(0, code, alpha)
+            absolute[:, here].index_add_(0, code, alpha.abs_())
+    return signed.T.contiguous(), absolute.T.contiguous()
 
 
 def _absolute(
@@ -107,8 +145,20 @@ def _absolute(
     codes: NDArray[np.int64],
     groups: int,
 ) -> Tensor:
-    """Σ |α| where signs are mixed: all patterns, block by block."""
-    total = torch.zeros(len(queries), groups, dtype=torch.float64)
-    for part, alpha in engine.attention_blocks(layer, queries, included):
-        total.index_add_(1, torch.from_numpy(codes[part.rows]), alpha.abs())
-    return total
+    """Σ |α| where signs are mixed: every distinct key, times how often each group met it."""
+    total = torch.zeros(groups, len(queries), dtype=torch.float64)
+    recurring = recurring_keys(layer, len(queries))
+    if recurring is None:
+        for part in engine.scan(layer, included, error_signals=False):
+            code = torch.from_numpy(codes[part.rows])
+            for low in range(0, len(queries), QUERIES_AT_ONCE):
+                here = slice(low, low + QUERIES_AT_ONCE)
+                total[:, here].index_add_(0, code, (part.keys @ queries[here].T).abs_())
+        return total.T.contiguous()
+    counts = recurring.counts(included, codes, groups)
+    for part in engine.scan(layer, recurring.is_first, error_signals=False):
+        often = torch.from_numpy(counts[recurring.number[part.rows]]).double().T
+        for low in range(0, len(queries), QUERIES_AT_ONCE):
+            here = slice(low, low + QUERIES_AT_ONCE)
+            total[:, here] += often @ (part.keys @ queries[here].T).abs_()
+    return total.T.contiguous()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import QueryError
+from dualform.memory.derived import Derived
 from dualform.memory.description import DescribedLayer
 from dualform.memory.distinct import DistinctKeys
 from dualform.memory.patterns import Patterns
@@ -62,6 +63,7 @@ class LayerMemory:
         segments: Sequence[Segment],
         patterns: Patterns,
         with_error_signals: Sequence[str],
+        derived: Derived | None = None,
     ) -> None:
         layer = described.layer
         self.name = layer.name
@@ -73,6 +75,7 @@ class LayerMemory:
         self.dtype, self.stored = described.dtype, described.stored
         self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
+        self.derived = derived
         self.has_error_signals = described.error_signals
         self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)

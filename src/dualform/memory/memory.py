@@ -22,6 +22,7 @@ from torch import Tensor
 from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
 from dualform.memory import files
+from dualform.memory.derived import Derived
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
 from dualform.memory.layer import COMPACTED, LayerMemory
@@ -128,8 +129,15 @@ class Memory:
                 self._segments,
                 patterns,
                 [la.name for la in self._described.layers.values() if la.error_signals],
+                self._derived,
             )
         return self._opened[name]
+
+    @cached_property
+    def _derived(self) -> Derived:
+        """Tables that readers computed from this very state; kept once it will not change."""
+        state = hashlib.sha256(files.canonical(self._manifest)).hexdigest()
+        return Derived(self.path, state, keep=self.closed)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -1,0 +1,176 @@
+"""The attention weights themselves, in float64, for a few queries or a few pairs.
+
+Why it is hard: keys are stored in float32 (or less), weights are wanted in float64, and converting
+all keys first would cost four times what reading them costs. So keys are widened as they are used:
+by a compiled loop, or by torch in pieces that stay in the processor's cache. And equal keys (the
+same image, seen again) must give equal bits wherever they lie, or ties would be broken by chance:
+every weight is added up along its own row, never as part of a matrix product, whose kernels treat
+the edges of their tiles differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.attention import engine
+from dualform.attention.compiled import kernels
+from dualform.attention.tables import kept
+from dualform.errors import QueryError
+from dualform.memory import LayerMemory
+from dualform.memory.layer import Block
+
+Item = TypeVar("Item")
+
+FEW = 8
+"""Queries up to which weights are computed one by one; beyond, matrix products are faster."""
+
+HELD = 1 << 23
+"""Weights that may be held at once: 64 MB."""
+
+CACHED = 1 << 19
+"""Numbers that are widened at once: 4 MB in float64, which a processor's cache can hold."""
+
+
+def are_few(layer: LayerMemory, queries: Tensor) -> bool:
+    """Whether all weights of these queries may be computed at once and held."""
+    return len(queries) <= FEW and len(queries) * layer.rows <= HELD
+
+
+def all_weights(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None = None,
+    *,
+    of: str = "keys",
+) -> engine.Reals:
+    """α = x·q of every pattern, [n, T] float64; zero where a pattern is not included.
+
+    `of="error_signals"` gives δ·g instead, for directions g in place of queries.
+    """
+    out = np.zeros((len(queries), layer.rows))
+    fast = kernels(layer.rows * queries.shape[1] * len(queries))
+    asked = np.ascontiguousarray(queries.numpy())
+
+    def one(part: Block) -> None:
+        keys = part.keys if of == "keys" else part.error_signals
+        assert keys is not None
+        here = out[:, part.start : part.start + part.rows]
+        if fast is not None:
+            fast.weights(_array(keys), asked, here)
+        else:
+            _by_rows(keys, queries, here)
+        if not np.isfinite(here).all():
+            refuse(layer, part.start, part.start + part.rows, of)
+
+    blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
+    parts = engine.reported(blocks, layer.rows)
+    wanted = (p for p in parts if included is None or included[p.start : p.start + p.rows].any())
+    spread(one, wanted, 1 if fast is None else torch.get_num_threads())  # torch divides its own
+    if included is not None:
+        out[:, ~included] = 0.0
+    return out
+
+
+def spread(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
+    """Do some work for every item, by so many threads; a few items at a time, so Ctrl-C ends it."""
+    if threads == 1:
+        for item in items:
+            work(item)
+        return
+    waiting = iter(items)
+    with ThreadPoolExecutor(threads) as pool:
+        while some := list(islice(waiting, 4 * threads)):
+            list(pool.map(work, some))
+
+
+def pair_weights(
+    layer: LayerMemory, rows: engine.Rows, queries: Tensor, which: NDArray[np.int64]
+) -> engine.Reals:
+    """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read."""
+    out = np.zeros(len(rows))
+    fast = kernels(len(rows) * layer.in_features)
+    asked = np.ascontiguousarray(queries.numpy())
+    for part in layer.blocks(_size(layer), error_signals=False):
+        low, high = np.searchsorted(rows, (part.start, part.start + part.rows))
+        if low == high:
+            continue
+        keys = part.keys
+        assert keys is not None
+        inside, query = rows[low:high] - part.start, which[low:high]
+        if fast is not None:
+            fast.pair_weights(_array(keys), inside, asked, query, out[low:high])
+            continue
+        step = max(1, CACHED // layer.in_features)
+        for start in range(0, len(inside), step):
+            some = slice(start, start + step)
+            pairs = keys[torch.from_numpy(inside[some])].double()
+            pairs *= queries[torch.from_numpy(query[some])]
+            out[low:high][some] = pairs.sum(1).numpy()
+    return out
+
+
+def _by_rows(keys: Tensor, queries: Tensor, out: engine.Reals) -> None:
+    """The same by torch: row by row, in pieces that stay in the cache."""
+    step = max(1, CACHED // keys.shape[1])
+    product = torch.empty(min(step, len(keys)), keys.shape[1], dtype=torch.float64)
+    for start in range(0, len(keys), step):
+        some = keys[start : start + step]
+        for query, line in zip(queries, out, strict=True):
+            torch.mul(some, query, out=product[: len(some)])
+            line[start : start + step] = product[: len(some)].sum(1).numpy()
+
+
+def _size(layer: LayerMemory) -> int:
+    """Patterns per block: 16-bit keys are widened block by block, better in the cache."""
+    return max(1, CACHED // layer.in_features) if layer.stored_eps else engine.BLOCK
+
+
+def _array(keys: Tensor) -> NDArray[np.float32] | NDArray[np.float64]:
+    wide = keys if keys.dtype in (torch.float32, torch.float64) else keys.float()
+    array: NDArray[np.float32] = wide.contiguous().numpy()
+    return array
+
+
+def refuse(layer: LayerMemory, start: int, stop: int, of: str = "keys") -> None:
+    """Keys that are no numbers have no attention."""
+    what = of.replace("_", " ")
+    raise QueryError(
+        f"layer {layer.name!r} holds {what} that are not finite (patterns {start} to {stop - 1}): "
+        "what attention to them would be is not defined"
+    )
+
+
+def norms(layer: LayerMemory) -> engine.Reals:
+    """‖x‖ of every pattern, [T] float64; keys must be finite numbers."""
+
+    def build() -> dict[str, Tensor]:
+        found = np.zeros(layer.rows)
+        for part in engine.reported(layer.blocks(error_signals=False), layer.rows):
+            keys = part.keys
+            assert keys is not None
+            size = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+            if not bool(torch.isfinite(size).all()):
+                refuse(layer, part.start, part.start + part.rows)
+            found[part.start : part.start + part.rows] = size.numpy()
+        return {"norms": torch.from_numpy(found)}
+
+    array: engine.Reals = kept(layer, "norms", build)["norms"].numpy()
+    return array
+
+
+def longest_key(layer: LayerMemory) -> float:
+    """The largest ‖x‖ of a layer, a hair above it."""
+    return float(norms(layer).max(initial=0.0)) * 1.001
+
+
+def blocks_of(layer: LayerMemory) -> Iterator[Block]:
+    """Keys alone, block by block, with progress."""
+    return engine.reported(layer.blocks(engine.BLOCK, error_signals=False), layer.rows)
