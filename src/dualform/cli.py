@@ -7,14 +7,16 @@ arguments name is found by `arguments.py`; errors, progress and pipes are `termi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 import dualform as df
-from dualform import arguments, overview, terminal
+from dualform import arguments, exports, overview, terminal
+from dualform.attention import reporting
 
 Command = Callable[..., Any]
 
@@ -67,8 +69,28 @@ sign_option = click.option(
     show_default=True,
     help="Most positive, most negative, or largest either way.",
 )
+by_option = click.option(
+    "--by", metavar="COLUMN", help="List the top patterns of every value of a column."
+)
 sum_by_option = click.option(
-    "--sum-by", metavar="COLUMN", help="Also add up by the values of a column, such as label."
+    "--sum-by",
+    metavar="COLUMN",
+    multiple=True,
+    help="Also add up by the values of a column, such as label; given twice, by both together.",
+)
+over_option = click.option(
+    "--over", metavar="COLUMN", help="Also add up over ranges of a number, such as step."
+)
+bins_option = click.option("--bins", default=20, show_default=True, help="How many ranges.")
+by_example_option = click.option(
+    "--by-example", is_flag=True, help="Also add up all visits of each training example."
+)
+export_option = click.option(
+    "--export",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Also write the whole answer to FILE.csv or FILE.parquet; several tables to several "
+    "files, named after it.",
 )
 
 
@@ -202,9 +224,8 @@ def verify(
 @main.command()
 @_options(run_argument, example_option, input_option, model_option)
 @click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
-@_options(at_option, top_option, sign_option)
-@click.option("--by", metavar="COLUMN", help="List the top patterns of every value of a column.")
-@_options(sum_by_option, json_option)
+@_options(at_option, top_option, sign_option, by_option)
+@_options(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
 def attend(
     run: Path,
     example: str | None,
@@ -215,7 +236,11 @@ def attend(
     top: int,
     sign: str,
     by: str | None,
-    sum_by: str | None,
+    sum_by: tuple[str, ...],
+    over: str | None,
+    bins: int,
+    by_example: bool,
+    export: Path | None,
     as_json: bool,
 ) -> None:
     """What each layer looks at: the training patterns whose keys are most like the query.
@@ -223,17 +248,18 @@ def attend(
     Attention weights are key · query, signed and unnormalised; positive means alike. Ask with
     --example (a training example, no model needed) or with --input and --model (any input).
     """
-    dual, query = _question(run, example, input_file, model, at)
-    with terminal.busy("attending"):
+    dual, query = _question(run, example, input_file, model, at, export)
+    with _working("attending"):
         with arguments.running(input_file):
             attention = dual.attend(*query.pop("positional"), layers=layers or None, **query)
         found = {
             name: {
                 "top": spotlight.top(top, by=by, sign=sign),
-                **({} if sum_by is None else {"sum_by": spotlight.sum_by(sum_by)}),
+                **_further(spotlight, sum_by, over, bins, by_example),
             }
             for name, spotlight in attention.items()
         }
+    _export(export, {f"{n}-{k}": t for n, tables in found.items() for k, t in tables.items()})
     if as_json:
         answer = {n: {k: t.to_dict() for k, t in tables.items()} for n, tables in found.items()}
         terminal.show_json({"run": str(run), "step": dual.step, "layers": answer})
@@ -247,26 +273,34 @@ def attend(
 @click.option(
     "--target",
     metavar="OUTPUT",
-    type=int,
-    help="Which output, counted from 0. With --input the largest one by default.",
+    help="Which output, counted from 0; or 'margin': the true class (--label) minus the best "
+    "other, or the predicted minus the runner-up. With --input the largest output by default.",
 )
+@click.option("--label", type=int, help="The true class, for --target margin.")
 @click.option(
     "--layer",
     help="By default the layer that produces the output. Through an earlier layer contributions "
     "are to first order.",
 )
-@_options(at_option, top_option, sign_option, sum_by_option, json_option)
+@_options(at_option, top_option, sign_option, by_option)
+@_options(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
 def contribute(
     run: Path,
     example: str | None,
     input_file: Path | None,
     model: str | None,
-    target: int | None,
+    target: str | None,
+    label: int | None,
     layer: str | None,
     at: int | None,
     top: int,
     sign: str,
-    sum_by: str | None,
+    by: str | None,
+    sum_by: tuple[str, ...],
+    over: str | None,
+    bins: int,
+    by_example: bool,
+    export: Path | None,
     as_json: bool,
 ) -> None:
     """What each training pattern wrote into an output, in the output's own units.
@@ -276,20 +310,40 @@ def contribute(
     """
     if target is None and example is not None:
         raise click.UsageError("--example needs --target: which output of the layer")
-    dual, query = _question(run, example, input_file, model, at)
+    aim = None if target is None else arguments.target_of(target)
+    dual, query = _question(run, example, input_file, model, at, export)
     positional = query.pop("positional")
-    with terminal.busy("adding up"), arguments.running(input_file):
-        if target is None:
-            target = arguments.largest_output(dual(*positional, **query))
-        answer = dual.contribute(*positional, target=target, layer=layer, **query)
-        listed = {"top": answer.top(top, sign=sign)}
-        if sum_by is not None:
-            listed["sum_by"] = answer.sum_by(sum_by)
+    with _working("adding up"), arguments.running(input_file):
+        if aim is None:
+            aim = arguments.largest_output(dual(*positional, **query))
+        answer = dual.contribute(*positional, target=aim, layer=layer, label=label, **query)
+        listed = {"top": answer.top(top, sign=sign, by=by)}
+        listed |= _further(answer, sum_by, over, bins, by_example)
+    _export(export, listed)
     if as_json:
         tables = {name: table.to_dict() for name, table in listed.items()}
         terminal.show_json({"run": str(run), "step": dual.step, **answer.to_dict(), **tables})
     else:
         terminal.show(overview.draw_sum(answer), *map(overview.narrow, listed.values()))
+
+
+@main.command()
+@run_argument
+@click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
+@json_option
+def prepare(run: Path, layers: tuple[str, ...], as_json: bool) -> None:
+    """Make short copies of the keys, so that single questions are answered faster.
+
+    A quarter of the bytes of float32 keys, in RUN/derived; delete that directory whenever you like.
+    Answers stay the same. Needs the extra `fast` to be of use.
+    """
+    dual = df.DualForm(None, df.Memory.open(run))
+    with _working("preparing"):
+        made = dual.prepare(layers or None)
+    if as_json:
+        terminal.show_json({"run": str(run), **made.to_dict()})
+    else:
+        terminal.show(made)
 
 
 @main.command()
@@ -432,13 +486,20 @@ def _convert(
 
 
 def _question(
-    run: Path, example: str | None, input_file: Path | None, model: str | None, at: int | None
+    run: Path,
+    example: str | None,
+    input_file: Path | None,
+    model: str | None,
+    at: int | None,
+    export: Path | None,
 ) -> tuple[df.DualForm, dict[str, Any]]:
     """The view to ask, and the arguments of the question: `positional` and the named ones."""
     if (example is None) == (input_file is None):
         raise click.UsageError("ask with either --example ID or --input FILE.safetensors")
     if input_file is not None and model is None:
         raise click.UsageError("--input needs --model, which turns it into each layer's queries")
+    if export is not None:
+        exports.check_ending(export)
     memory = df.Memory.open(run)
     positional, named = arguments.read_input(input_file)
     dual = df.DualForm(None if model is None else arguments.build_model(model), memory)
@@ -446,6 +507,36 @@ def _question(
     if example is not None:
         query["example"] = arguments.example_id(memory, example)
     return (dual if at is None else dual.at(at)), query
+
+
+def _further(
+    answer: df.Spotlight | df.Contribution,
+    sum_by: tuple[str, ...],
+    over: str | None,
+    bins: int,
+    by_example: bool,
+) -> dict[str, df.Table]:
+    """The tables that were asked for besides the top."""
+    tables: dict[str, df.Table] = {}
+    if sum_by:
+        tables["sum_by"] = answer.sum_by(*sum_by)
+    if over is not None:
+        tables["over"] = answer.over(over, bins=bins)
+    if by_example:
+        tables["by_example"] = answer.by_example()
+    return tables
+
+
+def _export(file: Path | None, tables: dict[str, df.Table]) -> None:
+    for path in [] if file is None else exports.export(file, tables):
+        click.echo(f"written: {path}", err=True)
+
+
+@contextmanager
+def _working(what: str) -> Iterator[None]:
+    """A bar that follows every pass over a layer's patterns."""
+    with terminal.progress_bar() as bar, reporting(lambda done, total: bar(what, done, total)):
+        yield
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import dualform as df
-from dualform.attention import candidates, compiled, ranking
+from dualform.attention import candidates, compiled, ranking, recurring, short_keys
 from dualform.attention import group_sums as sums
 from dualform.attention import weights as weights_room
 from dualform.memory import LayerMemory
@@ -212,7 +212,122 @@ def test_a_table_of_sums_is_built_once_and_where_no_sign_is_mixed_nothing_is_sca
     assert world.passes == 3
 
 
-def test_keys_that_are_not_finite_are_refused_by_name() -> None:
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), scaled=st.booleans())
+def test_the_weights_of_a_few_queries_are_key_times_query_to_float64(
+    monkeypatch: Any, way: str, made: Any, scaled: bool
+) -> None:
+    choose(monkeypatch, way)
+    world, queries, included, _, _ = made
+    found = weights_room.all_weights(world.layer, queries, included)
+    expected = brute(world, queries)
+    if included is not None:
+        expected[:, ~included] = 0.0
+    sizes = queries.norm(dim=1)[:, None] * world.keys.double().norm(dim=1)
+    assert (np.abs(found - expected) <= 1e-14 * sizes.numpy()).all()
+    for one in range(world.rows):  # equal keys tie to the bit, wherever they lie
+        same = (world.keys == world.keys[one]).all(1).numpy()
+        if included is not None:
+            same &= included
+        assert len(np.unique(found[:, same], axis=1).T) <= 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_loops_use_all_threads_and_give_the_same(monkeypatch: Any, threads: int) -> None:
+    choose(monkeypatch, "compiled, few")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(20_000, 5, generator=generator), [300, 9000])
+    queries = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    found = weights_room.all_weights(world.layer, queries)
+    assert np.allclose(found, brute(world, queries), rtol=0, atol=1e-13)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), k=st.integers(1, 130), sign=st.sampled_from(["most", "least"]))
+def test_short_keys_give_the_very_same_top(monkeypatch: Any, made: Any, k: int, sign: str) -> None:
+    choose(monkeypatch, "compiled, few")
+    world, queries, included, _, _ = made
+    assert not short_keys.serve(world.layer, queries[:1], sign)
+    assert short_keys.prepare(world.layer) == world.rows * (world.in_features + 12)
+    for query in queries:
+        found = ranking.top_patterns(world.layer, query[None], included, k, sign)
+        check_top(world, query[None], included, None, 1, k, sign, found)
+
+
+def test_short_keys_leave_little_to_weigh_again(monkeypatch: Any) -> None:
+    choose(monkeypatch, "compiled, few")
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(20_000, 64, generator=generator).relu(), [])
+    query = torch.randn(1, 64, generator=generator, dtype=torch.float64).relu()
+    short_keys.prepare(world.layer)
+    found = short_keys.top(world.layer, query, None, 100, "most")
+    assert found is not None
+    assert 100 <= len(found[1]) < 400
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds())
+def test_keys_that_recur_are_met_once_and_sums_stay_the_same(monkeypatch: Any, made: Any) -> None:
+    monkeypatch.setattr(recurring, "WORTH", 0)
+    monkeypatch.setattr(recurring, "ENOUGH_QUERIES", 1)
+    monkeypatch.setattr(recurring, "SAVING", 1)
+    world, queries, included, codes, groups = made
+    found = recurring.recurring_keys(world.layer, 1)
+    assert found is not None
+    distinct, expected = torch.unique(world.keys, dim=0, return_inverse=True)
+    firsts = np.flatnonzero(found.is_first)
+    assert len(firsts) == len(distinct)
+    for number in range(len(firsts)):
+        rows = np.flatnonzero(found.number == number)
+        assert rows[0] == firsts[number]
+        assert len(torch.unique(expected[torch.from_numpy(rows)])) == 1
+    _, absolute = sums.group_sums(world.layer, queries, included, codes, groups)
+    weights = np.abs(brute(world, queries))
+    chosen = np.ones(world.rows, bool) if included is None else included
+    size = np.abs(world.keys.double().numpy()).sum() * float(queries.abs().max()) + 1e-300
+    for group in range(groups):
+        here = chosen & (codes == group)
+        off = np.abs(absolute[:, group].numpy() - weights[:, here].sum(1)).max()
+        assert off <= 1e-13 * size
+
+
+def test_more_groups_than_a_table_can_hold_are_summed_as_they_stream(monkeypatch: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(500, 6, generator=generator), [200])
+    codes = torch.randint(0, 90, (500,), generator=generator).numpy()
+    queries = torch.randn(9, 6, generator=generator, dtype=torch.float64)
+    table = sums.group_sums(world.layer, queries, codes < 70, codes, 90)
+    monkeypatch.setattr(sums, "LARGEST_TABLE", 0)
+    monkeypatch.setattr(sums, "QUERIES_AT_ONCE", 4)
+    streamed = sums.group_sums(world.layer, queries, codes < 70, codes, 90)
+    for one, other in zip(table, streamed, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_every_pass_reports_its_progress() -> None:
+    world = World(torch.randn(10_000, 6), [100])
+    told: list[tuple[int, int]] = []
+    with df.attention.reporting(lambda done, total: told.append((done, total))):
+        weights_room.all_weights(world.layer, torch.ones(1, 6, dtype=torch.float64))
+    assert told[0] == (0, 10_000)
+    assert told[-1] == (10_000, 10_000)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    weights_room.all_weights(world.layer, torch.ones(1, 6, dtype=torch.float64))
+    assert told[-1] == (10_000, 10_000)
+    assert len(told) == 5
+
+
+@pytest.mark.parametrize("way", ["few", "plain"])
+def test_keys_that_are_not_finite_are_refused_by_name(monkeypatch: Any, way: str) -> None:
+    choose(monkeypatch, way)
     keys = torch.ones(8, 3)
     keys[5, 1] = torch.inf
     queries = torch.ones(1, 3, dtype=torch.float64)
