@@ -17,6 +17,7 @@ import dualform as df
 from dualform.attention import candidates, compiled, ranking, recurring, short_keys
 from dualform.attention import group_sums as sums
 from dualform.attention import weights as weights_room
+from dualform.attention.grouping import Cells
 from dualform.memory import LayerMemory
 from dualform.memory.layer import Block
 
@@ -153,10 +154,13 @@ def test_the_top_k_is_a_full_sort_cut_off(
     world, queries, included, codes, groups = made
     if not by:
         codes, groups = None, 1
-    found = ranking.top_patterns(
-        world.layer, queries, included, k, sign, codes, groups, block=block
-    )
+    cells = grouped(codes, groups) if by else None
+    found = ranking.top_patterns(world.layer, queries, included, k, sign, cells, block=block)
     check_top(world, queries, included, codes, groups, k, sign, found)
+
+
+def grouped(codes: Any, groups: int) -> Cells:
+    return Cells([(group,) for group in range(groups)], codes)
 
 
 def choose(monkeypatch: Any, way: str) -> None:
@@ -190,10 +194,12 @@ def test_many_queries_take_several_passes_and_give_the_same(monkeypatch: Any, wa
     world = World(torch.randn(700, 8, generator=generator), [300, 1, 200])
     queries = torch.randn(23, 8, generator=generator, dtype=torch.float64)
     codes = torch.randint(0, 3, (700,), generator=generator).numpy()
-    whole = ranking.top_patterns(world.layer, queries, None, 11, "most", codes, 3)
+    whole = ranking.top_patterns(world.layer, queries, None, 11, "most", grouped(codes, 3))
     monkeypatch.setattr(ranking, "QUERIES_AT_ONCE", 4)
     monkeypatch.setattr(ranking, "LISTED", 3 * 11 * 40)
-    parts = ranking.top_patterns(world.layer, queries, None, 11, "most", codes, 3, block=37)
+    parts = ranking.top_patterns(
+        world.layer, queries, None, 11, "most", grouped(codes, 3), block=37
+    )
     for one, other in zip(whole, parts, strict=True):
         assert np.array_equal(one, other)
 
@@ -233,6 +239,24 @@ def test_the_weights_of_a_few_queries_are_key_times_query_to_float64(
         if included is not None:
             same &= included
         assert len(np.unique(found[:, same], axis=1).T) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_a_weight_has_the_same_bits_whichever_way_it_is_computed(
+    monkeypatch: Any, way: str, dtype: torch.dtype
+) -> None:
+    choose(monkeypatch, way)
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 129, 257, 800):
+        world = World(torch.randn(50, width, generator=generator, dtype=dtype), [7, 20])
+        queries = torch.randn(6, width, generator=generator, dtype=torch.float64)
+        whole = weights_room.all_weights(world.layer, queries)
+        alone = weights_room.all_weights(world.layer, queries[4:5])
+        assert np.array_equal(alone[0], whole[4])
+        rows, which = np.repeat(np.arange(50), 6), np.tile(np.arange(6), 50)
+        pairs = weights_room.pair_weights(world.layer, rows, queries, which)
+        assert np.array_equal(pairs, whole[which, rows])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

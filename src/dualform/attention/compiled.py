@@ -5,7 +5,7 @@ add up in float64 while reading the keys as they are stored, which no matrix lib
 query costs what reading the memory costs, and is exact all the same.
 
 Compiling takes some seconds, once: the result is cached on disk by numba. It begins only where a
-question is large enough to be worth it (`WORTH`), never at import, and a message in the log says
+layer is large enough to be worth it (`WORTH`), never at import, and a message in the log says
 so. `DUALFORM_FAST=0` in the environment does without.
 """
 
@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WORTH = 1 << 27
-"""Multiplications from which on compiled loops are used: some hundredths of a second's work."""
+from dualform.memory import LayerMemory
+
+WORTH = 1 << 24
+"""Numbers in a layer's keys from which on compiled loops are used: 64 MB of float32."""
 
 CHUNK = 64
 """Products compared with their limits at once, before any is looked at singly."""
@@ -34,12 +36,16 @@ class Kernels(NamedTuple):
     weights: Callable[..., None]
     pair_weights: Callable[..., None]
     short_weights: Callable[..., None]
+    add_rows: Callable[..., None]
     pick: Callable[..., int]
 
 
-def kernels(multiplications: float) -> Kernels | None:
-    """The compiled loops, if the work is worth it and numba is there."""
-    if multiplications < WORTH or os.environ.get("DUALFORM_FAST") == "0":
+def kernels(layer: LayerMemory) -> Kernels | None:
+    """The compiled loops, if the layer is worth them and numba is there.
+
+    One rule for all questions: whichever way a weight is computed, it has the same bits.
+    """
+    if layer.rows * layer.in_features < WORTH or os.environ.get("DUALFORM_FAST") == "0":
         return None
     return _compiled()
 
@@ -47,47 +53,37 @@ def kernels(multiplications: float) -> Kernels | None:
 @cache
 def _compiled() -> Kernels | None:
     try:
-        import numba
+        import numba.extending
     except ImportError:
         return None
     _logger.info("preparing compiled loops (numba): some seconds the first time, then cached")
     # Sums may be reordered into vectors; infinities and signs of zero stay what they are.
+    numba.extending.register_jitable(inline="always")(_dot)
     loop = numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
-    return Kernels(loop(_weights), loop(_pair_weights), loop(_short_weights), loop(_pick))
+    return Kernels(
+        loop(_weights), loop(_pair_weights), loop(_short_weights), loop(_add_rows), loop(_pick)
+    )
+
+
+def _dot(keys: Any, t: int, queries: Any, j: int) -> Any:
+    """keys[t]·queries[j], added up in float64: the same loop, and so the same bits, everywhere."""
+    total = 0.0
+    for i in range(keys.shape[1]):
+        total += np.float64(keys[t, i]) * queries[j, i]
+    return total
 
 
 def _weights(keys: Any, queries: Any, out: Any) -> None:
-    """out[j, t] = keys[t]·queries[j], added up in float64; four queries share a look at a key."""
-    rows, width = keys.shape
-    for t in range(rows):
-        j = 0
-        while j + 4 <= queries.shape[0]:
-            a = b = c = d = 0.0
-            for i in range(width):
-                x = np.float64(keys[t, i])
-                a += x * queries[j, i]
-                b += x * queries[j + 1, i]
-                c += x * queries[j + 2, i]
-                d += x * queries[j + 3, i]
-            out[j, t], out[j + 1, t], out[j + 2, t], out[j + 3, t] = a, b, c, d
-            j += 4
-        while j < queries.shape[0]:
-            total = 0.0
-            for i in range(width):
-                total += np.float64(keys[t, i]) * queries[j, i]
-            out[j, t] = total
-            j += 1
+    """out[j, t] = keys[t]·queries[j]."""
+    for t in range(keys.shape[0]):
+        for j in range(queries.shape[0]):
+            out[j, t] = _dot(keys, t, queries, j)
 
 
 def _pair_weights(keys: Any, rows: Any, queries: Any, which: Any, out: Any) -> None:
-    """out[p] = keys[rows[p]]·queries[which[p]], added up in float64."""
-    width = keys.shape[1]
+    """out[p] = keys[rows[p]]·queries[which[p]]."""
     for p in range(len(rows)):
-        t, j = rows[p], which[p]
-        total = 0.0
-        for i in range(width):
-            total += np.float64(keys[t, i]) * queries[j, i]
-        out[p] = total
+        out[p] = _dot(keys, rows[p], queries, which[p])
 
 
 def _short_weights(short: Any, query: Any, out: Any) -> None:
@@ -98,6 +94,15 @@ def _short_weights(short: Any, query: Any, out: Any) -> None:
         for i in range(width):
             total += np.float32(short[t, i]) * query[i]
         out[t] = total
+
+
+def _add_rows(keys: Any, codes: Any, sums: Any) -> None:
+    """sums[codes[t]] += keys[t], in float64."""
+    rows, width = keys.shape
+    for t in range(rows):
+        group = codes[t]
+        for i in range(width):
+            sums[group, i] += np.float64(keys[t, i])
 
 
 def _pick(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine, grouping, ranking, weights
-from dualform.attention.spotlight import check_k, listed_values, pattern_columns
+from dualform.attention.spotlight import check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
@@ -113,8 +113,7 @@ class Contribution:
         members: list[NDArray[np.int64]] = [rows]
         if by is not None:
             cells = grouping.cells(self._patterns, (by,))
-            codes = cells.codes[rows]
-            members = [rows[codes == code] for code in range(len(cells.values))]
+            members = [some[self._included[some]] for some in cells.members]
         best = [some[ranking.top_of(self._numbers[some], k, sign)] for some in members]
         rows = np.concatenate([np.zeros(0, np.int64), *best])
         columns: dict[str, Any] = {
@@ -172,7 +171,7 @@ class Contribution:
         sums = self._sums(cells.codes, len(cells.values))
         order = ranking.top_of(sums["contribution"], len(cells.values), "most")
         order = order[sums["patterns"][order] > 0]  # masked out, or later than this view
-        table: dict[str, Any] = {column: listed_values(cells.column(0))[order]}
+        table: dict[str, Any] = {column: cells.listed[order]}
         table |= {name: values[order] for name, values in sums.items()}
         return Table(table, f"{self.caption}; summed by {column}")
 
@@ -267,7 +266,7 @@ def _written_by_patterns(
         for low in range(0, len(queries), ranking.QUERIES_AT_ONCE):
             here = slice(low, low + ranking.QUERIES_AT_ONCE)
             slopes = directions[here] @ part.error_signals.T
-            looked = queries[here] @ part.keys.T
+            looked = engine.products(layer, queries[here], part.keys)
             attention[part.rows] += looked.sum(0).numpy()
             if weight is not None:
                 written[part.rows] += weight[part.rows] * (looked * slopes).sum(0).numpy()

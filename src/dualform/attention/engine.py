@@ -70,6 +70,39 @@ class Scanned:
 _NOTHING = torch.empty(0, 0, dtype=torch.float64)
 
 
+class Buffer:
+    """Room that is used again for block after block: fresh memory costs more than the widening."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._room = torch.empty(0, dtype=dtype)
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """The tensor in the buffer's dtype; valid until the next call."""
+        if tensor.dtype == self._room.dtype:
+            return tensor
+        if self._room.numel() < tensor.numel():
+            self._room = torch.empty(tensor.numel(), dtype=self._room.dtype)
+        return self._room[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def keys_of(part: Block) -> Tensor:
+    """A block's keys as they are stored: to be widened by whoever uses them."""
+    narrow = part.narrow_keys
+    keys = part.keys if narrow is None else narrow
+    assert keys is not None
+    return keys
+
+
+def products(layer: LayerMemory, queries: Tensor, keys: Tensor) -> Tensor:
+    """α = x·q of every query with every key of a block: [n, d_in], [b, d_in] -> [n, b]."""
+    return queries @ keys.T
+
+
+def outer(layer: LayerMemory, values: Tensor, keys: Tensor) -> Tensor:
+    """Σ_t value_t x_tᵀ over a block: [b, d_out], [b, d_in] -> [d_out, d_in]."""
+    return values.T @ keys
+
+
 def scan(
     layer: LayerMemory,
     included: NDArray[np.bool_] | None = None,
@@ -78,7 +111,11 @@ def scan(
     error_signals: bool = True,
     block: int = BLOCK,
 ) -> Iterator[Scanned]:
-    """Every pattern of the layer, or the `included` ones, in order, a block at a time."""
+    """Every pattern of the layer, or the `included` ones, in order, a block at a time.
+
+    The tensors are valid until the next block.
+    """
+    room = Buffer(torch.float64), Buffer(torch.float64)
     blocks = layer.blocks(block, keys=keys, error_signals=error_signals)
     for part in reported(blocks, layer.rows):
         size = part.rows
@@ -90,10 +127,11 @@ def scan(
                 continue  # memory-mapped and never touched: skipping costs nothing
             if not inside.all():
                 rows, chosen = rows[inside], torch.from_numpy(np.flatnonzero(inside))
+        signals = part.error_signals
         yield Scanned(
             rows,
-            _NOTHING if part.keys is None else part.keys[chosen].double(),
-            _NOTHING if part.error_signals is None else part.error_signals[chosen].double(),
+            room[0].widened(keys_of(part)[chosen]) if keys else _NOTHING,
+            _NOTHING if signals is None else room[1].widened(signals[chosen]),
         )
 
 
@@ -103,10 +141,12 @@ def key_blocks(
     block: int = BLOCK,
     first: Reals | None = None,
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """Row numbers and keys [b, d_in] in the dtype of training, a block at a time.
+    """Row numbers and keys [b, d_in] in float32 or float64, a block at a time.
 
-    In order; or, given a number per pattern, the blocks with the largest `first`.
+    In order; or, given a number per pattern, the blocks with the largest `first`. Keys are valid
+    until the next block.
     """
+    room = Buffer(torch.float32)
     parts: Iterable[Block] = layer.blocks(block, error_signals=False)
     if first is not None:
         parts = _largest_first(list(parts), first)
@@ -115,12 +155,10 @@ def key_blocks(
         inside = None if included is None else included[part.start : part.start + part.rows]
         if inside is not None and not inside.any():
             continue  # never touched: skipping costs nothing
-        keys = part.keys
-        assert keys is not None
+        keys = keys_of(part)
         if inside is not None and not inside.all():
             rows, keys = rows[inside], keys[torch.from_numpy(np.flatnonzero(inside))]
-        if keys.dtype not in (torch.float32, torch.float64):
-            keys = keys.float()
+        keys = keys if keys.dtype == torch.float64 else room.widened(keys)
         yield rows, keys
 
 
@@ -135,7 +173,7 @@ def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
     """The keys of a few patterns, in the given order, float64: [len(rows), d_in]."""
     included = np.zeros(layer.rows, bool)
     included[rows] = True
-    found = [part.keys for part in scan(layer, included, error_signals=False)]
+    found = [part.keys.clone() for part in scan(layer, included, error_signals=False)]
     ordered = np.unique(rows)
     keys = torch.cat(found) if found else torch.empty(0, layer.in_features, dtype=torch.float64)
     return keys[torch.from_numpy(np.searchsorted(ordered, rows))]
@@ -157,7 +195,8 @@ def learned(
         included |= bias != 0
     for part in scan(layer, included, keys=weight is not None):
         if weight is not None and matrix is not None:
-            matrix += (part.error_signals * _at(weight, part.rows)[:, None]).T @ part.keys
+            values = part.error_signals * _at(weight, part.rows)[:, None]
+            matrix += outer(layer, values, part.keys)
         if bias is not None and vector is not None:
             vector += _at(bias, part.rows) @ part.error_signals
     return matrix, vector
@@ -167,7 +206,8 @@ def dual_outputs(layer: LayerMemory, weight: Reals, queries: Tensor) -> Tensor:
     """Σ_t weight_t (x_t·q) δ_t for every query, the learned part as attention: [n, d_out]."""
     output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
     for part in scan(layer, weight != 0):
-        output += (queries @ part.keys.T * _at(weight, part.rows)) @ part.error_signals
+        alpha = products(layer, queries, part.keys)
+        output += (alpha * _at(weight, part.rows)) @ part.error_signals
     return output
 
 
@@ -176,7 +216,7 @@ def attention_blocks(
 ) -> Iterator[tuple[Scanned, Tensor]]:
     """The attention weights α = x·q of every query over a block of patterns at a time: [n, b]."""
     for part in scan(layer, included, error_signals=False):
-        yield part, queries @ part.keys.T
+        yield part, products(layer, queries, part.keys)
 
 
 def _at(numbers: Reals, rows: Rows) -> Tensor:

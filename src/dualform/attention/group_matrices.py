@@ -75,7 +75,7 @@ def _build(
             rows, signals = part.rows[inside.numpy()], part.error_signals[inside]
             if weight is not None:
                 scaled = signals * torch.from_numpy(weight[rows])[:, None]
-                table["weight"][group] += scaled.T @ part.keys[inside]
+                table["weight"][group] += engine.outer(layer, scaled, part.keys[inside])
             if bias is not None:
                 table["bias"][group] += torch.from_numpy(bias[rows]) @ signals
     return table

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine
+from dualform.attention.compiled import kernels
 from dualform.attention.recurring import recurring_keys
 from dualform.attention.tables import kept
+from dualform.attention.weights import CACHED
 from dualform.memory import LayerMemory
 
 QUERIES_AT_ONCE = 256
@@ -31,7 +33,7 @@ LARGEST_TABLE = 1 << 28
 """Bytes up to which a table is worth having; more groups than that are summed as they stream."""
 
 MANY_GROUPS = 64
-"""Groups in a block from which on rows are added one by one instead of group by group."""
+"""Groups from which on rows are added one by one instead of by a matrix product."""
 
 
 class KeySums(NamedTuple):
@@ -97,25 +99,27 @@ def _build(
     groups: int,
 ) -> dict[str, Tensor]:
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
-    lowest = 0.0
+    lowest, fast = 0.0, kernels(layer)
     for rows, keys in engine.key_blocks(layer, included):
-        code = codes[rows]
-        if len(np.unique(code)) > MANY_GROUPS:
-            sums.index_add_(0, torch.from_numpy(code), keys.double())
+        if fast is not None:
+            fast.add_rows(keys.numpy(), codes[rows], sums.numpy())
         else:
-            _add_by_group(sums, code, keys)
+            _add_rows(keys, codes[rows], sums)
         lowest = min(lowest, float(keys.min())) if keys.numel() else lowest
     return {"sums": sums, "lowest": torch.tensor([lowest], dtype=torch.float64)}
 
 
-def _add_by_group(sums: Tensor, code: NDArray[np.int64], keys: Tensor) -> None:
-    """Each group's rows together: then they are plain sums."""
-    if (np.diff(code) < 0).any():
-        ordered = np.argsort(code, kind="stable")
-        code, keys = code[ordered], keys[torch.from_numpy(ordered)]
-    starts = np.flatnonzero(np.diff(code, prepend=-1))
-    for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
-        sums[code[start]] += keys[start:stop].sum(0, dtype=torch.float64)
+def _add_rows(keys: Tensor, codes: NDArray[np.int64], sums: Tensor) -> None:
+    """Add each key to its group's sum, widened in pieces that stay in the cache."""
+    step, room = max(1, CACHED // keys.shape[1]), engine.Buffer(torch.float64)
+    groups = torch.arange(len(sums))[:, None]
+    for start in range(0, len(keys), step):
+        wide = room.widened(keys[start : start + step])
+        code = torch.from_numpy(codes[start : start + step])
+        if len(sums) <= MANY_GROUPS:  # as a product with ones and zeros
+            sums += (code == groups).double() @ wide
+        else:
+            sums.index_add_(0, code, wide)
 
 
 def _streamed(
@@ -132,7 +136,7 @@ def _streamed(
         code = torch.from_numpy(codes[part.rows])
         for low in range(0, len(queries), QUERIES_AT_ONCE):
             here = slice(low, low + QUERIES_AT_ONCE)
-            alpha = part.keys @ queries[here].T
+            alpha = engine.products(layer, queries[here], part.keys).T
             signed[:, here].index_add_(0, code, alpha)
             absolute[:, here].index_add_(0, code, alpha.abs_())
     return signed.T.contiguous(), absolute.T.contiguous()
@@ -153,12 +157,14 @@ def _absolute(
             code = torch.from_numpy(codes[part.rows])
             for low in range(0, len(queries), QUERIES_AT_ONCE):
                 here = slice(low, low + QUERIES_AT_ONCE)
-                total[:, here].index_add_(0, code, (part.keys @ queries[here].T).abs_())
+                total[:, here].index_add_(
+                    0, code, engine.products(layer, queries[here], part.keys).abs_().T
+                )
         return total.T.contiguous()
     counts = recurring.counts(included, codes, groups)
     for part in engine.scan(layer, recurring.is_first, error_signals=False):
         often = torch.from_numpy(counts[recurring.number[part.rows]]).double().T
         for low in range(0, len(queries), QUERIES_AT_ONCE):
             here = slice(low, low + QUERIES_AT_ONCE)
-            total[:, here] += often @ (part.keys @ queries[here].T).abs_()
+            total[:, here] += often @ engine.products(layer, queries[here], part.keys).abs_().T
     return total.T.contiguous()

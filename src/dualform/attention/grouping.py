@@ -8,7 +8,8 @@ memory is open, so that a second question about the same columns costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,15 +24,31 @@ CELLS_KEPT = 8
 Codes = NDArray[np.int64]
 
 
-class Cells(NamedTuple):
+class Cells:
     """The combinations of values that occur, in order, and each pattern's index into them."""
 
-    values: list[tuple[Any, ...]]
-    codes: Codes
+    def __init__(self, values: list[tuple[Any, ...]], codes: Codes) -> None:
+        self.values = values
+        self.codes = codes
 
     def column(self, place: int) -> list[Any]:
         """The values of one of the columns, cell by cell."""
         return [value[place] for value in self.values]
+
+    @cached_property
+    def listed(self) -> NDArray[Any]:
+        """The same of the first column as an array: numbers as numbers, anything else as it is."""
+        values = self.column(0)
+        if all(type(value) in (int, float) for value in values):
+            return np.array(values)
+        return np.array([*values, None], dtype=object)[:-1]
+
+    @cached_property
+    def members(self) -> list[NDArray[np.int64]]:
+        """The patterns of each cell, in order."""
+        ordered = np.argsort(self.codes, kind="stable")
+        starts = np.searchsorted(self.codes[ordered], np.arange(1, len(self.values)))
+        return np.split(ordered, starts)
 
 
 _kept: WeakKeyDictionary[Patterns, dict[tuple[str, ...], Cells]] = WeakKeyDictionary()
@@ -107,6 +124,10 @@ def bins(
     else:  # whole numbers: no more ranges than there are numbers
         edges = np.linspace(low, high + 1, min(count, int(high - low) + 1) + 1)
         edges = np.unique(np.round(edges).astype(np.int64))
+    first, last = (int(values.min()), int(values.max())) if values.dtype.kind == "i" else (0, 0)
+    if 0 < last - first < len(values):  # each number that may occur once, not each pattern
+        each = np.searchsorted(edges, np.arange(first, last + 1), side="right") - 1
+        return edges, np.clip(each, 0, len(edges) - 2)[values - first]
     where = np.searchsorted(edges, values, side="right") - 1
     return edges, np.clip(where, 0, len(edges) - 2).astype(np.int64)
 

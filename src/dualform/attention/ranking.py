@@ -24,6 +24,7 @@ from torch import Tensor
 from dualform.attention import engine, short_keys, weights
 from dualform.attention.candidates import Candidates, CompiledCandidates, PlainCandidates
 from dualform.attention.compiled import kernels
+from dualform.attention.grouping import Cells
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory
 
@@ -74,35 +75,35 @@ def top_patterns(
     included: NDArray[np.bool_] | None,
     k: int,
     sign: str,
-    codes: NDArray[np.int64] | None = None,
-    groups: int = 1,
+    cells: Cells | None = None,
     *,
     held: engine.Reals | None = None,
     scales: engine.Reals | None = None,
     block: int = engine.BLOCK,
 ) -> Ranked:
-    """The top k patterns per query and group, ties: earlier first.
+    """The top k patterns per query, in all or in each of the groups; ties: earlier first.
 
     `held` are all weights, where they are known already; `scales` multiplies the weights of each
     pattern (1/‖x‖ ranks by cosine).
     """
     order(sign)
     k = min(k, max(1, layer.rows))
-    if held is None and codes is None and scales is None:
-        found = short_keys.top(layer, queries, included, k, sign)
-        if found is not None:
-            return _settle(layer, queries, *found, k, sign, 1, None)
+    if held is None and cells is None and scales is None:
+        short = short_keys.top(layer, queries, included, k, sign)
+        if short is not None:
+            return _settle(layer, queries, *short, k, sign, 1, None)
     if held is None and weights.are_few(layer, queries):
         held = weights.all_weights(layer, queries, included)
     if held is not None:
-        return _of_held(layer, held, included, k, sign, codes, groups, scales)
+        return _of_held(layer, held, included, k, sign, cells, scales)
+    codes, groups = (None, 1) if cells is None else (cells.codes, max(1, len(cells.values)))
     per_query = groups * min(2 * k + 64, layer.rows)
     at_once = max(1, LISTED // per_query)
     parts = []
     for low in range(0, len(queries), at_once):
         some = queries[low : low + at_once]
-        cells, rows = _collect(layer, some, included, k, sign, codes, groups, scales, block)
-        part = _settle(layer, some, cells, rows, k, sign, groups, scales)
+        found = _collect(layer, some, included, k, sign, codes, groups, scales, block)
+        part = _settle(layer, some, *found, k, sign, groups, scales)
         parts.append(part._replace(query=part.query + low))
     if len(parts) == 1:
         return parts[0]
@@ -115,17 +116,13 @@ def _of_held(
     included: NDArray[np.bool_] | None,
     k: int,
     sign: str,
-    codes: NDArray[np.int64] | None,
-    groups: int,
+    cells: Cells | None,
     scales: engine.Reals | None,
 ) -> Ranked:
     """The same from weights that are all known: they are exact, and equal keys tie."""
-    chosen = np.arange(layer.rows) if included is None else np.flatnonzero(included)
-    if codes is None:
-        members = [chosen]
-    else:
-        by_group = chosen[np.argsort(codes[chosen], kind="stable")]
-        members = np.split(by_group, np.searchsorted(codes[by_group], np.arange(1, groups)))
+    members = [np.arange(layer.rows)] if cells is None else cells.members
+    if included is not None:
+        members = [rows[included[rows]] for rows in members]
     found: list[tuple[int, int, engine.Rows, engine.Reals]] = []
     for query, line in enumerate(held):
         scaled = line if scales is None else line * scales
@@ -162,7 +159,7 @@ def _collect(
     dtype = torch.float32 if narrow and layer.dtype != torch.float64 else torch.float64
     rounding = (layer.in_features + 4) * torch.finfo(dtype).eps * longest * sizes
     asked = (-queries if sign == "least" else queries).to(dtype)
-    fast = kernels(layer.rows * layer.in_features * len(queries))
+    fast = kernels(layer)
     candidates: Candidates
     as_numpy = np.float32 if dtype == torch.float32 else np.float64
     if fast is not None:

@@ -56,8 +56,10 @@ class Routed:
             )
         place = np.full(len(cells.values), len(order), np.int64)
         place[order] = np.arange(len(order))
-        self._phase_of = place[cells.codes]
-        self._included &= self._phase_of < len(order)
+        of_pattern = place[cells.codes]
+        self._included &= of_pattern < len(order)
+        in_order = [(phase,) for phase in self.phases]
+        self._phases = grouping.Cells(in_order, np.minimum(of_pattern, len(order) - 1))
         self._views = [self._without(self.phases[i + 1 :]) for i in range(len(self.phases))]
 
     def _without(self, later: tuple[Any, ...]) -> DualForm:
@@ -130,8 +132,7 @@ class Routed:
             self._included,
             self.k,
             "most",
-            np.minimum(self._phase_of, len(self.phases) - 1),
-            len(self.phases),
+            self._phases,
             scales=scales,
         )
         cell = best.query * len(self.phases) + best.group

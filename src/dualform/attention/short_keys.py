@@ -59,7 +59,7 @@ def serve(layer: LayerMemory, queries: Tensor, sign: str) -> bool:
     """Whether short keys are there, and answer such a question."""
     if len(queries) != 1 or sign == "absolute":
         return False
-    worth = kernels(layer.rows * layer.in_features) is not None
+    worth = kernels(layer) is not None
     return worth and known(layer, ABOUT) is not None
 
 
@@ -71,7 +71,7 @@ def top(
     sign: str,
 ) -> tuple[NDArray[np.int64], engine.Rows] | None:
     """Cells (all 0) and rows of what may be among the best k; None where there is no such way."""
-    fast = kernels(layer.rows * layer.in_features)
+    fast = kernels(layer)
     tensors = known(layer, ABOUT) if serve(layer, queries, sign) else None
     if fast is None or tensors is None:
         return None

@@ -100,8 +100,7 @@ class Spotlight:
             self._included,
             k,
             sign,
-            None if cells is None else cells.codes,
-            1 if cells is None else len(cells.values),
+            cells,
             held=self._held if held else None,
         )
         columns: dict[str, Any] = self._query_column(found.query)
@@ -151,7 +150,7 @@ class Spotlight:
             sums["absolute"] = np.abs(sums["sum"])
         ordered = np.lexsort((-sums["sum"], query))
         ordered = ordered[sums["patterns"][ordered] > 0]  # masked out, or later than this view
-        listed = listed_values(cells.column(0))[np.tile(np.arange(len(cells.values)), n)[ordered]]
+        listed = cells.listed[np.tile(np.arange(len(cells.values)), n)[ordered]]
         table: dict[str, Any] = self._query_column(query[ordered])
         table |= {column: listed, **{name: of[ordered] for name, of in sums.items()}}
         what = {"before": "absolute: Σ|α|", "after": "absolute: |Σα|"}[absolute]
@@ -174,7 +173,7 @@ class Spotlight:
             for part in engine.scan(self._memory, self._included, error_signals=False):
                 for low in range(0, n, ranking.QUERIES_AT_ONCE):
                     here = slice(low, low + ranking.QUERIES_AT_ONCE)
-                    alpha = self._queries[here] @ part.keys.T
+                    alpha = engine.products(self._memory, self._queries[here], part.keys)
                     absolute[here] += alpha.abs().sum(1).numpy()
                     squares[here] += alpha.square_().sum(1).numpy()
         return np.divide(absolute**2, squares, out=np.zeros_like(squares), where=squares > 0)
@@ -284,12 +283,6 @@ def pattern_columns(patterns: Patterns, rows: NDArray[np.int64]) -> dict[str, ND
     """Every column that says something about some patterns."""
     columns = {name: patterns.take(name, rows) for name in patterns.names}
     return {name: values for name, values in columns.items() if _says_something(values)}
-
-
-def listed_values(values: list[Any]) -> NDArray[Any]:
-    """Values of a column as an array: numbers as numbers, anything else as it is."""
-    plain = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-    return np.array(values) if plain else np.array([*values, None], dtype=object)[:-1]
 
 
 def _says_something(values: NDArray[Any]) -> bool:

@@ -10,6 +10,7 @@ the edges of their tiles differently.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -56,15 +57,16 @@ def all_weights(
     `of="error_signals"` gives δ·g instead, for directions g in place of queries.
     """
     out = np.zeros((len(queries), layer.rows))
-    fast = kernels(layer.rows * queries.shape[1] * len(queries))
+    fast = kernels(layer)
     asked = np.ascontiguousarray(queries.numpy())
+    room = threading.local()
 
     def one(part: Block) -> None:
-        keys = part.keys if of == "keys" else part.error_signals
+        keys = engine.keys_of(part) if of == "keys" else part.error_signals
         assert keys is not None
         here = out[:, part.start : part.start + part.rows]
         if fast is not None:
-            fast.weights(_array(keys), asked, here)
+            fast.weights(_array(keys, room), asked, here)
         else:
             _by_rows(keys, queries, here)
         if not np.isfinite(here).all():
@@ -96,22 +98,22 @@ def pair_weights(
 ) -> engine.Reals:
     """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read."""
     out = np.zeros(len(rows))
-    fast = kernels(len(rows) * layer.in_features)
+    fast = kernels(layer)
     asked = np.ascontiguousarray(queries.numpy())
+    room = threading.local()
     for part in layer.blocks(_size(layer), error_signals=False):
         low, high = np.searchsorted(rows, (part.start, part.start + part.rows))
         if low == high:
             continue
-        keys = part.keys
-        assert keys is not None
+        keys = engine.keys_of(part)
         inside, query = rows[low:high] - part.start, which[low:high]
         if fast is not None:
-            fast.pair_weights(_array(keys), inside, asked, query, out[low:high])
+            fast.pair_weights(_array(keys, room), inside, asked, query, out[low:high])
             continue
         step = max(1, CACHED // layer.in_features)
         for start in range(0, len(inside), step):
             some = slice(start, start + step)
-            pairs = keys[torch.from_numpy(inside[some])].double()
+            pairs = keys[torch.from_numpy(inside[some])].double()  # 16 bits widen exactly
             pairs *= queries[torch.from_numpy(query[some])]
             out[low:high][some] = pairs.sum(1).numpy()
     return out
@@ -124,8 +126,8 @@ def _by_rows(keys: Tensor, queries: Tensor, out: engine.Reals) -> None:
     for start in range(0, len(keys), step):
         some = keys[start : start + step]
         for query, line in zip(queries, out, strict=True):
-            torch.mul(some, query, out=product[: len(some)])
-            line[start : start + step] = product[: len(some)].sum(1).numpy()
+            weighed = product[: len(some)].copy_(some).mul_(query)
+            line[start : start + step] = weighed.sum(1).numpy()
 
 
 def _size(layer: LayerMemory) -> int:
@@ -133,9 +135,13 @@ def _size(layer: LayerMemory) -> int:
     return max(1, CACHED // layer.in_features) if layer.stored_eps else engine.BLOCK
 
 
-def _array(keys: Tensor) -> NDArray[np.float32] | NDArray[np.float64]:
-    wide = keys if keys.dtype in (torch.float32, torch.float64) else keys.float()
-    array: NDArray[np.float32] = wide.contiguous().numpy()
+def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray[np.float64]:
+    """Keys as compiled loops take them; 16 bits are widened into the thread's own buffer."""
+    if keys.dtype not in (torch.float32, torch.float64):
+        if not hasattr(room, "buffer"):
+            room.buffer = engine.Buffer(torch.float32)
+        keys = room.buffer.widened(keys)
+    array: NDArray[np.float32] = keys.contiguous().numpy()
     return array
 
 

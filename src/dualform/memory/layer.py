@@ -43,10 +43,27 @@ class Block:
         """[rows, d_in], in the dtype of training; None if not asked for."""
         return None if self._keys is None else self._keys()
 
+    @property
+    def narrow_keys(self) -> Tensor | None:
+        """The keys as stored, where that is in 16 bits: for whoever widens them on the way."""
+        if isinstance(self._keys, partial) and isinstance(self._keys.func, Widened):
+            return self._keys.func.stored[slice(*self._keys.args)]
+        return None
+
     @cached_property
     def error_signals(self) -> Tensor | None:
         """[rows, d_out], in the dtype of training; None if not asked for."""
         return None if self._error_signals is None else self._error_signals()
+
+
+class Widened:
+    """Patterns stored in 16 bits, read from row to row in the dtype of training."""
+
+    def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
+        self.stored, self._dtype = stored, dtype
+
+    def __call__(self, low: int, high: int) -> Tensor:
+        return self.stored[low:high].to(self._dtype)
 
 
 class LayerMemory:
@@ -153,7 +170,7 @@ class LayerMemory:
         if stored.dtype == self.dtype:
             return lambda low, high: stored[low:high]
         if kind == "keys" or stored.dtype != torch.float16:
-            return lambda low, high: stored[low:high].to(self.dtype)
+            return Widened(stored, self.dtype)
         scales = segment.scales(kind, self.name)
 
         def read(low: int, high: int) -> Tensor:
