@@ -33,6 +33,7 @@ class World:
     in_features: int = field(init=False)
     rows: int = field(init=False)
     derived: None = None
+    distinct: Any = None
     stored_eps: float = 0.0
 
     def __post_init__(self) -> None:
@@ -306,13 +307,12 @@ def test_keys_that_recur_are_met_once_and_sums_stay_the_same(monkeypatch: Any, m
     world, queries, included, codes, groups = made
     found = recurring.recurring_keys(world.layer, 1)
     assert found is not None
-    distinct, expected = torch.unique(world.keys, dim=0, return_inverse=True)
-    firsts = np.flatnonzero(found.is_first)
-    assert len(firsts) == len(distinct)
-    for number in range(len(firsts)):
-        rows = np.flatnonzero(found.number == number)
-        assert rows[0] == firsts[number]
-        assert len(torch.unique(expected[torch.from_numpy(rows)])) == 1
+    distinct = torch.unique(world.keys, dim=0)
+    assert found.rows == len(distinct)
+    for numbers, keys in found.blocks():
+        for number, key in zip(range(numbers.start, numbers.stop), keys, strict=True):
+            rows = torch.from_numpy(np.flatnonzero(found.number == number))
+            assert torch.equal(world.keys[rows].double(), key.expand(len(rows), -1))
     _, absolute = sums.group_sums(world.layer, queries, included, codes, groups)
     weights = np.abs(brute(world, queries))
     chosen = np.ones(world.rows, bool) if included is None else included
@@ -321,6 +321,44 @@ def test_keys_that_recur_are_met_once_and_sums_stay_the_same(monkeypatch: Any, m
         here = chosen & (codes == group)
         off = np.abs(absolute[:, group].numpy() - weights[:, here].sum(1)).max()
         assert off <= 1e-13 * size
+
+
+class Distinct:
+    """The different keys of a world, as a memory that stores them once hands them out."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys, references = torch.unique(keys, dim=0, return_inverse=True)
+        self.references = references.numpy()
+        self.rows = len(self._keys)
+
+    def blocks(self, size: int = 4096) -> Iterator[tuple[int, Tensor]]:
+        for low in range(0, self.rows, 7):
+            yield low, self._keys[low : low + 7]
+
+
+@pytest.mark.parametrize("way", ["few", "plain", "compiled, few"])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), k=st.integers(1, 130), sign=SIGNS)
+def test_a_memory_that_stores_recurring_keys_once_gives_the_same(
+    monkeypatch: Any, way: str, made: Any, k: int, sign: str
+) -> None:
+    choose(monkeypatch, way)
+    world, queries, included, codes, groups = made
+    world.distinct = Distinct(world.keys)
+    cells = grouped(codes, groups)
+    found = ranking.top_patterns(world.layer, queries, included, k, sign, cells)
+    check_top(world, queries, included, codes, groups, k, sign, found)
+    signed, absolute = sums.group_sums(world.layer, queries, included, codes, groups)
+    weights = brute(world, queries)
+    chosen = np.ones(world.rows, bool) if included is None else included
+    size = np.abs(world.keys.double().numpy()).sum() * float(queries.abs().max()) + 1e-300
+    for group in range(groups):
+        here = chosen & (codes == group)
+        for mine, expected in ((signed, weights), (absolute, np.abs(weights))):
+            off = np.abs(mine[:, group].numpy() - expected[:, here].sum(1)).max()
+            assert off <= 1e-13 * size
 
 
 def test_more_groups_than_a_table_can_hold_are_summed_as_they_stream(monkeypatch: Any) -> None:

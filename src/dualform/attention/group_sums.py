@@ -32,6 +32,9 @@ QUERIES_AT_ONCE = 256
 LARGEST_TABLE = 1 << 28
 """Bytes up to which a table is worth having; more groups than that are summed as they stream."""
 
+MOST_COUNTS = 1 << 24
+"""Distinct keys × groups up to which it is counted how often each group met each key."""
+
 MANY_GROUPS = 64
 """Groups from which on rows are added one by one instead of by a matrix product."""
 
@@ -99,6 +102,8 @@ def _build(
     groups: int,
 ) -> dict[str, Tensor]:
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
+    if layer.distinct is not None and layer.distinct.rows * groups <= MOST_COUNTS:
+        return _build_from_distinct(layer, included, codes, sums)
     lowest, fast = 0.0, kernels(layer)
     for rows, keys in engine.key_blocks(layer, included):
         if fast is not None:
@@ -106,6 +111,21 @@ def _build(
         else:
             _add_rows(keys, codes[rows], sums)
         lowest = min(lowest, float(keys.min())) if keys.numel() else lowest
+    return {"sums": sums, "lowest": torch.tensor([lowest], dtype=torch.float64)}
+
+
+def _build_from_distinct(
+    layer: LayerMemory, included: NDArray[np.bool_] | None, codes: NDArray[np.int64], sums: Tensor
+) -> dict[str, Tensor]:
+    """The same where keys that recur are stored once: each times how often a group met it."""
+    recurring, lowest = recurring_keys(layer, 1), 0.0
+    assert recurring is not None
+    counts = recurring.counts(included, codes, len(sums))
+    for numbers, keys in recurring.blocks():
+        often = counts[numbers]
+        sums += torch.from_numpy(often).double().T @ keys
+        met = keys[torch.from_numpy(often.any(1))]
+        lowest = min(lowest, float(met.min())) if met.numel() else lowest
     return {"sums": sums, "lowest": torch.tensor([lowest], dtype=torch.float64)}
 
 
@@ -152,7 +172,7 @@ def _absolute(
     """Σ |α| where signs are mixed: every distinct key, times how often each group met it."""
     total = torch.zeros(groups, len(queries), dtype=torch.float64)
     recurring = recurring_keys(layer, len(queries))
-    if recurring is None:
+    if recurring is None or recurring.rows * groups > MOST_COUNTS:
         for part in engine.scan(layer, included, error_signals=False):
             code = torch.from_numpy(codes[part.rows])
             for low in range(0, len(queries), QUERIES_AT_ONCE):
@@ -162,9 +182,9 @@ def _absolute(
                 )
         return total.T.contiguous()
     counts = recurring.counts(included, codes, groups)
-    for part in engine.scan(layer, recurring.is_first, error_signals=False):
-        often = torch.from_numpy(counts[recurring.number[part.rows]]).double().T
+    for numbers, keys in recurring.blocks():
+        often = torch.from_numpy(counts[numbers]).double().T
         for low in range(0, len(queries), QUERIES_AT_ONCE):
             here = slice(low, low + QUERIES_AT_ONCE)
-            total[:, here] += often @ engine.products(layer, queries[here], part.keys).abs_().T
+            total[:, here] += often @ engine.products(layer, queries[here], keys).abs_().T
     return total.T.contiguous()

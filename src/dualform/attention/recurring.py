@@ -1,19 +1,21 @@
 """Keys that a layer met again and again: found by content, so that sums may meet each once.
 
 An input layer sees the same image in every epoch. Whatever is a sum over patterns is then a sum
-over distinct keys, each times how often it was met, which is several times less work. Equal keys
-are found by their weight along two random directions: weights are added up row by row, so equal
-keys give equal bits (`weights.py`). Different keys may, with luck, give the same; so each pattern
-is compared with the first that looked like it, number by number, before they are called equal.
+over distinct keys, each times how often it was met, which is several times less work. Where a
+memory stores recurring keys once, it knows them. Else equal keys are found by
+their weight along two random directions: weights are added up row by row, so equal keys give equal
+bits (`weights.py`). Different keys may, with luck, give the same; so each pattern is compared with
+the first that looked like it, number by number, before they are called equal.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dualform.attention import engine, weights
 from dualform.attention.tables import kept
@@ -29,33 +31,50 @@ SAVING = 2
 """How often a key must be met on average for its first to stand for all."""
 
 
-class Recurring(NamedTuple):
-    """Each pattern's distinct key: a number [T]; and which pattern met it first [T]."""
+class Recurring:
+    """Each pattern's distinct key, as a number [T]; and the keys, in the order of their numbers."""
 
-    number: NDArray[np.int64]
-    is_first: NDArray[np.bool_]
+    def __init__(self, layer: LayerMemory, number: NDArray[np.int64], first: engine.Rows) -> None:
+        self.number = number
+        self.rows = len(first)
+        self._layer, self._first = layer, first
 
     def counts(
         self, included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups: int
     ) -> NDArray[np.int64]:
         """How often each group met each key: [keys, groups]."""
         rows = np.arange(len(codes)) if included is None else np.flatnonzero(included)
-        distinct = int(self.is_first.sum())
         joint = self.number[rows] * groups + codes[rows]
-        return np.bincount(joint, minlength=distinct * groups).reshape(distinct, groups)
+        return np.bincount(joint, minlength=self.rows * groups).reshape(self.rows, groups)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The distinct keys, float64, a block at a time; valid until the next."""
+        room = engine.Buffer(torch.float64)
+        if self._layer.distinct is not None:
+            for start, keys in self._layer.distinct.blocks():
+                yield slice(start, start + len(keys)), room.widened(keys)
+            return
+        is_first = np.zeros(self._layer.rows, bool)
+        is_first[self._first] = True
+        start = 0
+        for part in engine.scan(self._layer, is_first, error_signals=False):
+            yield slice(start, start + len(part.rows)), part.keys
+            start += len(part.rows)
 
 
 def recurring_keys(layer: LayerMemory, queries: int) -> Recurring | None:
     """The layer's distinct keys, where so many queries make that worth knowing; else None."""
+    distinct = layer.distinct
+    if distinct is not None:
+        number = distinct.references
+        return Recurring(layer, number, np.arange(distinct.rows))
     if queries < ENOUGH_QUERIES or layer.rows < WORTH:
         return None
     table = kept(layer, "recurring keys", lambda: _find(layer))
-    number = table["number"].numpy().astype(np.int64)
-    first = np.zeros(layer.rows, bool)
-    first[table["first"].numpy()] = True
-    if SAVING * int(first.sum()) > layer.rows:
+    first = table["first"].numpy()
+    if SAVING * len(first) > layer.rows:
         return None
-    return Recurring(number, first)
+    return Recurring(layer, table["number"].numpy().astype(np.int64), first)
 
 
 def _find(layer: LayerMemory) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -56,28 +56,54 @@ def all_weights(
 
     `of="error_signals"` gives δ·g instead, for directions g in place of queries.
     """
-    out = np.zeros((len(queries), layer.rows))
+    distinct = layer.distinct if of == "keys" else None
+    if distinct is not None:  # keys that recur are weighed once
+        rows = (Rows(start, keys) for start, keys in distinct.blocks(_size(layer)))
+        out = _weigh(layer, queries, distinct.rows, rows, of)[:, distinct.references]
+    else:
+        blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
+        parts = engine.reported(blocks, layer.rows)
+        if included is not None:
+            parts = (p for p in parts if included[p.start : p.start + p.rows].any())
+        out = _weigh(layer, queries, layer.rows, (_rows(part, of) for part in parts), of)
+    if included is not None:
+        out[:, ~included] = 0.0
+    return out
+
+
+class Rows(NamedTuple):
+    """Some consecutive rows to be weighed, and where they begin."""
+
+    start: int
+    keys: Tensor
+
+
+def _rows(part: Block, of: str) -> Rows:
+    keys = engine.keys_of(part) if of == "keys" else part.error_signals
+    assert keys is not None
+    return Rows(part.start, keys)
+
+
+def _weigh(
+    layer: LayerMemory, queries: Tensor, count: int, rows: Iterable[Rows], of: str
+) -> engine.Reals:
+    """The weights of so many rows, [n, count]; zero for those that are left out."""
+    out = np.zeros((len(queries), count))
     fast = kernels(layer)
     asked = np.ascontiguousarray(queries.numpy())
     room = threading.local()
 
-    def one(part: Block) -> None:
-        keys = engine.keys_of(part) if of == "keys" else part.error_signals
-        assert keys is not None
-        here = out[:, part.start : part.start + part.rows]
+    def one(some: Rows) -> None:
+        stop = some.start + len(some.keys)
+        here = out[:, some.start : stop]
         if fast is not None:
-            fast.weights(_array(keys, room), asked, here)
+            fast.weights(_array(some.keys, room), asked, here)
         else:
-            _by_rows(keys, queries, here)
+            _by_rows(some.keys, queries, here)
         if not np.isfinite(here).all():
-            refuse(layer, part.start, part.start + part.rows, of)
+            refuse(layer, some.start, stop, of)
 
-    blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
-    parts = engine.reported(blocks, layer.rows)
-    wanted = (p for p in parts if included is None or included[p.start : p.start + p.rows].any())
-    spread(one, wanted, 1 if fast is None else torch.get_num_threads())  # torch divides its own
-    if included is not None:
-        out[:, ~included] = 0.0
+    spread(one, rows, 1 if fast is None else torch.get_num_threads())  # torch divides its own
     return out
 
 
@@ -158,15 +184,16 @@ def norms(layer: LayerMemory) -> engine.Reals:
     """‖x‖ of every pattern, [T] float64; keys must be finite numbers."""
 
     def build() -> dict[str, Tensor]:
-        found = np.zeros(layer.rows)
-        for part in engine.reported(layer.blocks(error_signals=False), layer.rows):
-            keys = part.keys
-            assert keys is not None
+        distinct = layer.distinct
+        found = np.zeros(layer.rows if distinct is None else distinct.rows)
+        rows = (_rows(part, "keys") for part in blocks_of(layer))
+        for start, keys in rows if distinct is None else distinct.blocks():
             size = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             if not bool(torch.isfinite(size).all()):
-                refuse(layer, part.start, part.start + part.rows)
-            found[part.start : part.start + part.rows] = size.numpy()
-        return {"norms": torch.from_numpy(found)}
+                refuse(layer, start, start + len(keys))
+            found[start : start + len(keys)] = size.numpy()
+        every = found if distinct is None else found[distinct.references]
+        return {"norms": torch.from_numpy(every)}
 
     array: engine.Reals = kept(layer, "norms", build)["norms"].numpy()
     return array
