@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
     weights: Callable[..., None]
     pair_weights: Callable[..., None]
     short_weights: Callable[..., None]
-    add_rows: Callable[..., None]
+    add_rows: Callable[..., int]
     pick: Callable[..., int]
 
 
@@ -96,13 +96,17 @@ def _short_weights(short: Any, query: Any, out: Any) -> None:
         out[t] = total
 
 
-def _add_rows(keys: Any, codes: Any, sums: Any) -> None:
-    """sums[codes[t]] += keys[t], in float64."""
+def _add_rows(keys: Any, codes: Any, sums: Any) -> int:
+    """sums[codes[t]] += keys[t], in float64; returns how many of the numbers were negative."""
     rows, width = keys.shape
+    negative = 0
     for t in range(rows):
         group = codes[t]
         for i in range(width):
             sums[group, i] += np.float64(keys[t, i])
+        for i in range(width):
+            negative += keys[t, i] < 0
+    return negative
 
 
 def _pick(

@@ -86,7 +86,7 @@ def key_sums(
     """The table of key sums of these groups, built in one pass or taken from those kept."""
     about = f"key sums of {groups} groups {_digest(included, codes)}"
     table = kept(layer, about, lambda: _build(layer, included, codes, groups))
-    return KeySums(table["sums"], bool(table["lowest"] >= 0))
+    return KeySums(table["sums"], not bool(table["negative"]))
 
 
 def _digest(included: NDArray[np.bool_] | None, codes: NDArray[np.int64]) -> str:
@@ -104,29 +104,29 @@ def _build(
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
     if layer.distinct is not None and layer.distinct.rows * groups <= MOST_COUNTS:
         return _build_from_distinct(layer, included, codes, sums)
-    lowest, fast = 0.0, kernels(layer)
+    negative, fast = 0, kernels(layer)
     for rows, keys in engine.key_blocks(layer, included):
         if fast is not None:
-            fast.add_rows(keys.numpy(), codes[rows], sums.numpy())
+            negative += fast.add_rows(keys.numpy(), codes[rows], sums.numpy())
         else:
             _add_rows(keys, codes[rows], sums)
-        lowest = min(lowest, float(keys.min())) if keys.numel() else lowest
-    return {"sums": sums, "lowest": torch.tensor([lowest], dtype=torch.float64)}
+            negative += bool(keys.numel() and keys.min() < 0)
+    return {"sums": sums, "negative": torch.tensor([negative])}
 
 
 def _build_from_distinct(
     layer: LayerMemory, included: NDArray[np.bool_] | None, codes: NDArray[np.int64], sums: Tensor
 ) -> dict[str, Tensor]:
     """The same where keys that recur are stored once: each times how often a group met it."""
-    recurring, lowest = recurring_keys(layer, 1), 0.0
+    recurring, negative = recurring_keys(layer, 1), False
     assert recurring is not None
     counts = recurring.counts(included, codes, len(sums))
     for numbers, keys in recurring.blocks():
         often = counts[numbers]
         sums += torch.from_numpy(often).double().T @ keys
         met = keys[torch.from_numpy(often.any(1))]
-        lowest = min(lowest, float(met.min())) if met.numel() else lowest
-    return {"sums": sums, "lowest": torch.tensor([lowest], dtype=torch.float64)}
+        negative |= bool(met.numel() and met.min() < 0)
+    return {"sums": sums, "negative": torch.tensor([negative])}
 
 
 def _add_rows(keys: Tensor, codes: NDArray[np.int64], sums: Tensor) -> None:

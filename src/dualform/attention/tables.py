@@ -26,6 +26,9 @@ WORTH_KEEPING = 1 << 24
 SHARE = 16
 """A table on disk may have this part of the bytes of the keys it was made from."""
 
+LAYOUT = 1
+"""To be raised with every change in what a table holds or means: older ones are then not found."""
+
 Tensors = Mapping[str, Tensor]
 
 _tables: WeakKeyDictionary[LayerMemory, dict[str, Tensors]] = WeakKeyDictionary()
@@ -45,7 +48,7 @@ def kept(
             found = build()
             worth = _is_worth_keeping(layer, found) if on_disk is None else on_disk
             if layer.derived is not None and worth:
-                layer.derived.save(_name(layer, about), found, about=f"{layer.name}: {about}")
+                layer.derived.save(_name(layer, about), found, about=_in_full(layer, about))
         tables[about] = found
         while len(tables) > 1 and (
             len(tables) > KEPT or sum(map(_bytes, tables.values())) > BYTES_KEPT
@@ -68,12 +71,16 @@ def known(layer: LayerMemory, about: str) -> Tensors | None:
 def _load(layer: LayerMemory, about: str) -> Tensors | None:
     if layer.derived is None:
         return None
-    return layer.derived.load(_name(layer, about), about=f"{layer.name}: {about}")
+    return layer.derived.load(_name(layer, about), about=_in_full(layer, about))
+
+
+def _in_full(layer: LayerMemory, about: str) -> str:
+    return f"{layer.name}: {about} (layout {LAYOUT})"
 
 
 def _name(layer: LayerMemory, about: str) -> str:
     kind = "".join(c for c in about.split(" ")[0].lower() if c.isalnum())
-    return f"{kind}-{blake2b(f'{layer.name}: {about}'.encode(), digest_size=12).hexdigest()}"
+    return f"{kind}-{blake2b(_in_full(layer, about).encode(), digest_size=12).hexdigest()}"
 
 
 def _is_worth_keeping(layer: LayerMemory, tensors: Tensors) -> bool:
