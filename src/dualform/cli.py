@@ -7,7 +7,7 @@ arguments name is found by `arguments.py`; errors, progress and pipes are `termi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,28 @@ import click
 import dualform as df
 from dualform import arguments, exports, overview, terminal
 from dualform.attention import reporting
-
-Command = Callable[..., Any]
+from dualform.options import (
+    at_option,
+    bins_option,
+    by_example_option,
+    by_option,
+    destination_argument,
+    example_option,
+    export_option,
+    input_option,
+    json_option,
+    kept_layers_option,
+    model_option,
+    over_option,
+    replace_option,
+    run_argument,
+    sign_option,
+    snapshot_every_option,
+    sum_by_option,
+    to_dtype_option,
+    together,
+    top_option,
+)
 
 
 @click.group(cls=terminal.Shell, context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,97 +51,6 @@ def main() -> None:
 
     Exit status: 0 fine, 1 a verification failed, 2 the question cannot be answered.
     """
-
-
-# Options that several commands share --------------------------------------------------------------
-
-run_argument = click.argument("run", type=click.Path(path_type=Path))
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document instead of text."
-)
-model_option = click.option(
-    "--model",
-    metavar="PACKAGE.MODULE:FACTORY",
-    help="A function without arguments that builds the architecture; its weights come from the "
-    "memory. It is imported (the current directory counts) and called: name only code you trust.",
-)
-input_option = click.option(
-    "--input",
-    "input_file",
-    metavar="FILE.safetensors",
-    type=click.Path(path_type=Path),
-    help="A model input. One tensor: the positional argument; several: keyword arguments by their "
-    "names. Needs --model.",
-)
-example_option = click.option(
-    "--example", metavar="ID", help="A recorded example, asked by its last recorded keys."
-)
-at_option = click.option(
-    "--at", metavar="STEP", type=int, help="Ask the network as it was after so many updates."
-)
-top_option = click.option(
-    "--top", default=10, show_default=True, help="How many patterns to list (20 shown as text)."
-)
-sign_option = click.option(
-    "--sign",
-    type=click.Choice(["most", "least", "absolute"]),
-    default="most",
-    show_default=True,
-    help="Most positive, most negative, or largest either way.",
-)
-by_option = click.option(
-    "--by", metavar="COLUMN", help="List the top patterns of every value of a column."
-)
-sum_by_option = click.option(
-    "--sum-by",
-    metavar="COLUMN",
-    multiple=True,
-    help="Also add up by the values of a column, such as label; given twice, by both together.",
-)
-over_option = click.option(
-    "--over", metavar="COLUMN", help="Also add up over ranges of a number, such as step."
-)
-bins_option = click.option("--bins", default=20, show_default=True, help="How many ranges.")
-by_example_option = click.option(
-    "--by-example", is_flag=True, help="Also add up all visits of each training example."
-)
-export_option = click.option(
-    "--export",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Also write the whole answer to FILE.csv or FILE.parquet; several tables to several "
-    "files, named after it.",
-)
-
-
-destination_argument = click.argument("destination", type=click.Path(path_type=Path))
-kept_layers_option = click.option(
-    "--layers", multiple=True, help="Keep the patterns of these only: a name or 'fc*'; repeatable."
-)
-to_dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Store patterns in 16 bits; float32 (as trained) for those that still are.",
-)
-snapshot_every_option = click.option(
-    "--snapshot-every",
-    metavar="STEPS",
-    default=1,
-    show_default=True,
-    help="Where patterns go, keep what was learned at segment ends at least so many steps apart.",
-)
-replace_option = click.option(
-    "--overwrite", is_flag=True, help="Replace a memory that is already at DESTINATION."
-)
-
-
-def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def apply(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
 
 
 # The commands -------------------------------------------------------------------------------------
@@ -167,7 +96,7 @@ def demo(path: Path | None, overwrite: bool, seed: int, steps: int, as_json: boo
 
 
 @main.command()
-@_options(run_argument, json_option)
+@together(run_argument, json_option)
 def info(run: Path, as_json: bool) -> None:
     """What a memory holds, and how every parameter is covered.
 
@@ -183,7 +112,7 @@ def info(run: Path, as_json: bool) -> None:
 
 
 @main.command()
-@_options(run_argument, model_option)
+@together(run_argument, model_option)
 @click.option(
     "--weights",
     metavar="FILE.safetensors",
@@ -191,7 +120,7 @@ def info(run: Path, as_json: bool) -> None:
     help="Your own checkpoint of the trained model, to compare with; by default the snapshot that "
     "was kept at the end of the recording. Needs --model.",
 )
-@_options(input_option, json_option)
+@together(input_option, json_option)
 def verify(
     run: Path, model: str | None, weights: Path | None, input_file: Path | None, as_json: bool
 ) -> None:
@@ -222,10 +151,10 @@ def verify(
 
 
 @main.command()
-@_options(run_argument, example_option, input_option, model_option)
+@together(run_argument, example_option, input_option, model_option)
 @click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
-@_options(at_option, top_option, sign_option, by_option)
-@_options(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
+@together(at_option, top_option, sign_option, by_option)
+@together(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
 def attend(
     run: Path,
     example: str | None,
@@ -269,7 +198,7 @@ def attend(
 
 
 @main.command()
-@_options(run_argument, example_option, input_option, model_option)
+@together(run_argument, example_option, input_option, model_option)
 @click.option(
     "--target",
     metavar="OUTPUT",
@@ -282,8 +211,8 @@ def attend(
     help="By default the layer that produces the output. Through an earlier layer contributions "
     "are to first order.",
 )
-@_options(at_option, top_option, sign_option, by_option)
-@_options(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
+@together(at_option, top_option, sign_option, by_option)
+@together(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
 def contribute(
     run: Path,
     example: str | None,
@@ -413,7 +342,7 @@ def estimate(
 
 
 @main.command()
-@_options(run_argument, destination_argument, to_dtype_option, kept_layers_option)
+@together(run_argument, destination_argument, to_dtype_option, kept_layers_option)
 @click.option(
     "--error-signals",
     multiple=True,
@@ -421,7 +350,7 @@ def estimate(
     help="Keep the error signals of these only: a name or 'fc*'; repeatable.",
 )
 @click.option("--no-error-signals", is_flag=True, help="Keep keys alone.")
-@_options(snapshot_every_option, replace_option, json_option)
+@together(snapshot_every_option, replace_option, json_option)
 def export(
     run: Path,
     destination: Path,
@@ -444,7 +373,7 @@ def export(
 
 
 @main.command()
-@_options(run_argument, destination_argument)
+@together(run_argument, destination_argument)
 @click.option(
     "--rank",
     multiple=True,
@@ -452,7 +381,7 @@ def export(
     metavar="[LAYERS=]N",
     help="At most N patterns per layer: 16, or fc1=16 for some layers; repeatable.",
 )
-@_options(to_dtype_option, kept_layers_option, snapshot_every_option, replace_option, json_option)
+@together(to_dtype_option, kept_layers_option, snapshot_every_option, replace_option, json_option)
 def compact(
     run: Path, destination: Path, rank: tuple[str, ...], as_json: bool, **choices: Any
 ) -> None:
