@@ -57,9 +57,16 @@ def _compiled() -> Kernels | None:
     except ImportError:
         return None
     _logger.info("preparing compiled loops (numba): some seconds the first time, then cached")
-    # Sums may be reordered into vectors; infinities and signs of zero stay what they are.
     numba.extending.register_jitable(inline="always")(_dot)
+    # Sums may be reordered into vectors; infinities and signs of zero stay what they are.
     loop = numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+    try:
+        return _all(loop)
+    except RuntimeError:  # nowhere to cache them: neither beside this file nor in a home
+        return _all(numba.njit(nogil=True, fastmath={"reassoc", "contract"}))
+
+
+def _all(loop: Callable[..., Any]) -> Kernels:
     return Kernels(
         loop(_weights), loop(_pair_weights), loop(_short_weights), loop(_add_rows), loop(_pick)
     )
