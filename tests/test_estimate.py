@@ -53,6 +53,9 @@ def record(model: nn.Module, batch: Tensor, steps: int, path: Path, **settings: 
         (lambda: mlp().double(), (16, 64), {"dtype": "float16"}),
         (mlp, (32, 64), {"error_signals": False}),
         (mlp, (32, 64), {"error_signals": "2", "dtype": "float16"}),
+        (mlp, (32, 64), {"error_signals": False, "snapshot_every": 40}),
+        (mlp, (32, 64), {"every": 3}),
+        (mlp, (256, 64), {"every": 2, "snapshot_every": 50, "segment_bytes": 1 << 19}),
     ],
     ids=[
         "mlp",
@@ -67,6 +70,9 @@ def record(model: nn.Module, batch: Tensor, steps: int, path: Path, **settings: 
         "float64 in float16",
         "keys alone",
         "keys alone of one layer",
+        "keys alone, sums kept often",
+        "every third step",
+        "every other step, sums large",
     ],
 )
 def test_the_estimate_is_within_three_percent_of_a_real_recording(

@@ -300,6 +300,9 @@ def prepare(run: Path, layers: tuple[str, ...], as_json: bool) -> None:
     default=True,
     help="Keep error signals (the default), or keys alone.",
 )
+@click.option(
+    "--every", default=1, show_default=True, help="Patterns of every so many steps will be kept."
+)
 @json_option
 def estimate(
     model: str | None,
@@ -312,6 +315,7 @@ def estimate(
     layers: tuple[str, ...],
     dtype: str,
     error_signals: bool,
+    every: int,
     as_json: bool,
 ) -> None:
     """Bytes on disk before you start, layer by layer, and RAM for buffers.
@@ -334,6 +338,7 @@ def estimate(
             layers=layers or None,
             dtype=dtype,
             error_signals=error_signals,
+            every=every,
         )
     if as_json:
         terminal.show_json(found.to_dict())

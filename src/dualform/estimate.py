@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import html
 import math
-import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
 
 from dualform.errors import DualFormError
-from dualform.layers import Layer, NamePatterns, chosen_names, find_layers
+from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
+from dualform.layers.naming import possible_names, usual_projections
 from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
+from dualform.recording.commits import SNAPSHOT_SHARE
+from dualform.recording.counting import Calls, count_calls
 from dualform.recording.entry import SNAPSHOT_EVERY, STEP_BUDGET
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
-from dualform.recording.recorder import SNAPSHOT_SHARE
+from dualform.recording.opaque import refuse_opaque
 from dualform.recording.sink import SEGMENT_BYTES, SETS
 from dualform.recording.storage import Storage, chosen
 from dualform.table import Table
@@ -39,9 +39,6 @@ LOG_BYTES = 8 + 8 + 8 + 4 + 1 + 1
 
 REFERENCE_BYTES = 4
 """Per pattern of a layer whose keys may recur: which of the stored ones it has."""
-
-Calls = list[tuple[int, ...]]
-"""The leading shapes of a layer's inputs in one step, one per call."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +165,7 @@ def estimate(
     layers: NamePatterns = None,
     dtype: str = "float32",
     error_signals: bool | str | Iterable[str] = True,
+    every: int = 1,
     step_budget: int = STEP_BUDGET,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
@@ -185,16 +183,18 @@ def estimate(
         batch: examples per step (all micro-batches of an update together).
         inputs: a sample batch as the model takes it (a tensor, a tuple, or a dict of keyword
             arguments), its examples along the first dimension. The model is run on it once, in eval
-            mode, to count the patterns of each layer. Without it, each layer is taken to see one
-            pattern per example, and the first one to be fed with the inputs.
+            mode, to count the patterns of each layer, and to find those that are no modules.
+            Without it, each layer is taken to see one pattern per example, the first one to be fed
+            with the inputs, and each attention to be given one input.
         examples: how many different examples there are, if they come again as they are: the keys of
             layers that are fed with them are stored once. Without it, all are taken to be new.
         tags: how many columns `recorder.tag` will be given (example and label: 2).
         path: where the memory will go; the estimate then says whether it fits.
         layers: as given to `record`.
-        dtype, error_signals: how patterns will be stored, as `record` takes them.
+        dtype, error_signals, every: what will be stored of patterns, as `record` takes them.
     """
-    for name, value in (("batch", batch), ("steps", steps), ("examples", examples)):
+    counts = {"batch": batch, "steps": steps, "every": every, "examples": examples}
+    for name, value in counts.items():
         if value is None and name == "examples":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -203,14 +203,15 @@ def estimate(
         raise DualFormError(f"expected a torch.nn.Module, got {type(model).__name__}")
     trained = _trained_layers(model, layers)
     if inputs is None:
-        calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in trained}
-        given = set(list(trained)[:1])
+        assumed = [la for la in usual_projections(model) if is_chosen(la.name, layers)]
+        calls: dict[Layer, Calls] = {layer: [(batch,)] for layer in [*trained, *assumed]}
+        given = {layer for layer in list(trained)[:1] if layer.kind == "linear"}
     else:
-        calls, given = _count(model, trained, inputs, batch)
+        calls, given = count_calls(model, trained, inputs, batch, layers)
     storage = Storage(dtype, chosen(error_signals))
-    storage.check(trained)
+    storage.check([*trained, *calls])
     plan = _Plan(
-        model, calls, batch, steps, tags, step_budget, snapshot_every, segment_bytes, storage
+        model, calls, batch, steps, tags, every, step_budget, snapshot_every, segment_bytes, storage
     )
     plan.given, plan.examples = given, examples
     plan.uncalled = [layer.name for layer in trained if layer not in calls]
@@ -221,7 +222,7 @@ def estimate(
         plan.layers(),
         plan.parts(),
         SETS * (segment_bytes + plan.step_bytes),
-        tuple(plan.remarks(sampled=inputs is not None)),
+        (*plan.remarks(sampled=inputs is not None), *_refused(model, layers)),
         place,
         free,
     )
@@ -233,7 +234,8 @@ def estimate(
 def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Module]:
     """The recordable layers that were chosen and of which anything is trained."""
     found = find_layers(model)
-    names = chosen_names((layer.name for layer in found), chosen, "layers")
+    others = possible_names(model)
+    names = chosen_names((la.name for la in found), chosen, "layers", others, none=True)
     return {
         layer: module
         for layer, module in found.items()
@@ -241,67 +243,11 @@ def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Mo
     }
 
 
-def _count(
-    model: nn.Module, layers: Mapping[Layer, nn.Module], inputs: Any, batch: int
-) -> tuple[dict[Layer, Calls], set[Layer]]:
-    """The leading shape of every call of every layer, scaled from the sample to the batch.
-
-    And the layers that are fed with what training does not compute: the inputs.
-    """
-    positional, named = _as_arguments(inputs)
-    given_layers = set(layers)
-    seen: dict[Layer, Calls] = {layer: [] for layer in layers}
-    sample = next((t.shape[0] for t in [*positional, *named.values()] if _has_rows(t)), 0)
-    if not sample:
-        raise DualFormError(
-            "the sample inputs hold no tensor with examples along its first dimension; give a "
-            "batch as the model takes it: a tensor, a tuple of them, or a dict of keyword arguments"
-        )
-
-    def hook(layer: Layer) -> Any:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else kwargs["input"]
-            if given.requires_grad:
-                given_layers.discard(layer)
-            first, *rest = given.shape[:-1] or (1,)
-            seen[layer].append((math.ceil(first * batch / sample), *rest))
-
-        return count
-
-    with ExitStack() as stack:
-        stack.enter_context(_undisturbed(model))
-        for layer, module in layers.items():
-            handle = module.register_forward_pre_hook(hook(layer), with_kwargs=True)
-            stack.callback(handle.remove)
-        copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        torch.func.functional_call(model, copies, positional, named)
-    return {layer: shapes for layer, shapes in seen.items() if shapes}, given_layers
-
-
-def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 0
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode; every module's mode and the random states are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    state = random.getstate()
+def _refused(model: nn.Module, layers: NamePatterns) -> Iterator[str]:
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
-            model.eval()
-            yield
-    finally:
-        random.setstate(state)
-        for module, training in modes:
-            module.training = training
+        refuse_opaque(model, layers)
+    except DualFormError as refusal:
+        yield f"cannot be recorded so: {refusal}"
 
 
 # How many bytes -----------------------------------------------------------------------------------
@@ -317,6 +263,7 @@ class _Plan:
         batch: int,
         steps: int,
         tags: int,
+        every: int,
         step_budget: int,
         snapshot_every: int,
         segment_bytes: int,
@@ -324,6 +271,7 @@ class _Plan:
     ) -> None:
         self.storage = storage
         self.calls, self.batch, self.steps, self.tags = calls, batch, steps, tags
+        self.every, self.recorded = every, math.ceil(steps / every)
         self.budget, self.snapshot_every = step_budget, snapshot_every
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
@@ -331,20 +279,25 @@ class _Plan:
         self.given: set[Layer] = set()
         self.examples: int | None = None
         self.moving = _moving_buffers(model)
-        covered = {name for layer in calls for name in layer.parameters}
-        for layer in calls:
-            if not storage.keeps_error_signals(layer):
-                covered -= set(layer.parameters)
-        self.unresolved = {
-            name: p
-            for name, p in self.parameters.items()
-            if p.requires_grad and name not in covered
+        used = {name for layer in calls for name in layer.parameters}
+        alone = {
+            name
+            for layer in calls
+            if not storage.keeps_error_signals(layer)
+            for name in layer.parameters
         }
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.unresolved = {name: p for name, p in trained.items() if name not in used}
+        self.alone = {name: p for name, p in trained.items() if name in alone}
+        self.resolved = {name: p for name, p in trained.items() if name in used - alone}
         events = _size(self.moving.values()) + self._gradients_kept() // steps
-        self.step_bytes = sum(la.bytes_per_pattern * la.patterns_per_step for la in self.layers())
-        self.step_bytes += events
-        self.segments = math.ceil(steps / _steps_per(segment_bytes, self.step_bytes))
+        patterns = sum(la.bytes_per_pattern * la.patterns_per_step for la in self.layers())
+        self.step_bytes = patterns + events
+        average = patterns * self.recorded // steps + events
+        self.segments = math.ceil(steps / _steps_per(segment_bytes, average))
         self.segment_bytes = segment_bytes
+        if self._summed():  # they are committed every so many steps, too
+            self.segments += (steps - 1) // snapshot_every
 
     def layers(self) -> tuple[LayerEstimate, ...]:
         return tuple(
@@ -353,17 +306,17 @@ class _Plan:
                 layer.in_features,
                 layer.out_features,
                 rows := sum(map(math.prod, shapes)),
-                rows * self.steps,
+                rows * self.recorded,
                 sum(self._bytes_per_pattern(layer)),
                 self._bytes_of_keys(layer, rows),
-                rows * self.steps * self._bytes_per_pattern(layer)[1],
+                rows * self.recorded * self._bytes_per_pattern(layer)[1],
             )
             for layer, shapes in self.calls.items()
         )
 
     def _bytes_of_keys(self, layer: Layer, rows: int) -> int:
         """Where keys may recur: those that differ, and a reference per pattern."""
-        size, patterns = self._bytes_per_pattern(layer)[0], rows * self.steps
+        size, patterns = self._bytes_per_pattern(layer)[0], rows * self.recorded
         if layer not in self.given:
             return size * patterns
         differ = patterns
@@ -381,8 +334,9 @@ class _Plan:
             "keys": sum(layer.bytes_of_keys for layer in self.layers()),
             "error signals": sum(layer.bytes_of_error_signals for layer in self.layers()),
             "columns": self._columns(),
-            "log": self.steps * (LOG_BYTES * len(self.parameters) + 8 * len(HYPERPARAMETERS)),
+            "log": self._log(),
             "step-level parameters": self._gradients_kept() + self._accumulated(),
+            "unrecorded steps": self._sums_kept() * self._unrecorded() if self.every > 1 else 0,
             "buffers": self.steps * (_size(self.moving.values()) + 8 * len(self.moving)),
             "initial state": self._initial(),
             "weight snapshots": self._snapshots() * _pages(_size(self.parameters.values())),
@@ -408,6 +362,13 @@ class _Plan:
             )
         elif self.unresolved:
             yield f"kept step by step, without patterns: {', '.join(self.unresolved)}"
+        if self.alone:
+            yield f"only their learned part is kept, now and then: {', '.join(self.alone)}"
+        if self.every > 1:
+            yield (
+                f"patterns of {self.recorded:,} of {self.steps:,} steps; what the others write is "
+                "one sum per parameter, kept now and then"
+            )
 
     def _columns(self) -> int:
         """Layers whose inputs have the same leading shapes share one table of columns."""
@@ -415,10 +376,10 @@ class _Plan:
         total = 0
         for shapes in tables:
             positions = any(math.prod(shape) > shape[0] for shape in shapes)
-            rows = sum(map(math.prod, shapes)) * self.steps
+            rows = sum(map(math.prod, shapes)) * self.recorded
             examples = _integer_bytes(self.examples or rows) * self.tags
             own = _integer_bytes(self.steps) + 2  # microbatch and call count to few
-            total += rows * (own + examples + positions * _integer_bytes(rows // self.steps))
+            total += rows * (own + examples + positions * _integer_bytes(rows // self.recorded))
         return total
 
     def _is_over_budget(self) -> bool:
@@ -428,10 +389,33 @@ class _Plan:
         return min(self.budget, self.steps * _size(self.unresolved.values()))
 
     def _accumulated(self) -> int:
+        kept = self._sums_kept() * self._sum_bytes(self.alone)
         if not self._is_over_budget():
-            return 8 * self.steps * len(self.unresolved)
-        commits = self.segments + self.steps // self.snapshot_every
-        return commits * sum(8 * p.numel() for p in self.unresolved.values())
+            return kept + 8 * self.steps * len(self.unresolved)
+        return kept + self._sums_kept() * self._sum_bytes(self.unresolved)
+
+    def _sum_bytes(self, parameters: Mapping[str, Tensor]) -> int:
+        return sum(8 * p.numel() for p in parameters.values())
+
+    def _unrecorded(self) -> int:
+        """Both sums, of the weights and of their momentum."""
+        return 2 * self._sum_bytes(self.resolved)
+
+    def _summed(self) -> int:
+        """What all sums take."""
+        summed = self._sum_bytes(self.alone)
+        summed += self._sum_bytes(self.unresolved) if self._is_over_budget() else 0
+        return summed + (self._unrecorded() if self.every > 1 else 0)
+
+    def _sums_kept(self) -> int:
+        """How often sums are kept: every so many steps, at the end, and always if small."""
+        if self._summed() <= self.segment_bytes // 8:
+            return self.segments
+        return 1 + (self.steps - 1) // self.snapshot_every
+
+    def _log(self) -> int:
+        per_parameter = LOG_BYTES + (self.every > 1)
+        return self.steps * (per_parameter * len(self.parameters) + 8 * len(HYPERPARAMETERS))
 
     def _initial(self) -> int:
         projections = sum(8 * (_rows(p) + p.numel() // max(1, _rows(p))) for p in self._all())
@@ -447,7 +431,7 @@ class _Plan:
         prints = sum(16 * _rows(p) for p in self._all())
         per_segment = header + prints + len(self.calls) * PAGE + 250
         between = prints * (self.steps // FINGERPRINT_EVERY)
-        checksums = 12 * (self.steps * self.step_bytes // CHECKSUM_BLOCK)
+        checksums = 12 * (self.recorded * self.step_bytes // CHECKSUM_BLOCK)
         return self.segments * per_segment + between + checksums + 300 * len(self.parameters) + PAGE
 
     def _all(self) -> list[Tensor]:

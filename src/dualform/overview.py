@@ -34,6 +34,7 @@ def facts(memory: df.Memory) -> dict[str, Any]:
     return {
         "path": str(memory.path),
         "steps": memory.steps,
+        "every": memory.every,
         "exact": memory.exact,
         "closed": memory.closed,
         "being_recorded": memory.is_being_recorded,
@@ -46,6 +47,7 @@ def facts(memory: df.Memory) -> dict[str, Any]:
                 "shape": list(p.shape),
                 "dtype": _dtype(p.dtype),
                 "coverage": p.coverage,
+                "every": memory.every if p.coverage == "patterns" else 1,
                 "role": p.role,
                 "layers": list(p.layers),
                 "accumulated_since": p.accumulated_since,
@@ -157,6 +159,8 @@ def _head(found: dict[str, Any]) -> RenderableType:
     grid.add_column(overflow="fold")
     grid.add_row("memory", Text(found["path"]))
     grid.add_row("steps", f"{found['steps']:,} ({_state(found, state)})")
+    if found["every"] > 1:
+        grid.add_row("patterns", f"of one of every {found['every']} steps")
     grid.add_row("exact", Text(exact, style="green" if found["exact"] else "bold red"))
     grid.add_row("on disk", f"{decimal(found['bytes_on_disk'])} ({found['bytes_on_disk']:,} bytes)")
     if found["snapshots"]:
@@ -188,7 +192,9 @@ def _phase(phase: dict[str, Any]) -> str:
 def _coverage(parameter: dict[str, Any]) -> str:
     coverage = str(parameter["coverage"])
     if coverage == "patterns":
-        return f"every pattern of {', '.join(parameter['layers'])}"
+        said = f"every pattern of {', '.join(parameter['layers'])}"
+        every = parameter["every"]
+        return said if every == 1 else f"{said}, one of every {every} steps; the others as a sum"
     if coverage == "compacted":
         lost = f"{parameter['left_out']:.1e} of what was learned left out"
         return f"singular vectors of what was learned, {lost}; no examples, no steps"

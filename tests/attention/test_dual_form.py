@@ -325,6 +325,14 @@ REFUSED: dict[str, tuple[Callable[[df.DualForm, Tensor], Any], str]] = {
     "an unknown unresolved": (lambda dual, x: dual.without(unresolved="hide"), "keep"),
     "an unknown layer": (lambda dual, x: dual.attend(x, layers="fc9"), "fc1"),
     "no layer": (lambda dual, x: dual.attend(x, layers=[]), "fc1"),
+    "several columns to group by": (
+        lambda dual, x: dual.attend(x)["fc1"].top(3, by=["label", "task"]),  # type: ignore[arg-type]
+        r"there is no column \['label', 'task'\]",
+    ),
+    "inputs of another precision": (
+        lambda dual, x: dual.attend(x.float() if x.dtype == torch.float64 else x.double()),
+        r"recorded in float\d\d; convert",
+    ),
     "not a number": (lambda dual, x: dual.attend(x * float("nan")), "NaN"),
     "infinity": (lambda dual, x: dual(x / 0), "infinite"),
     "nothing to ask with": (lambda dual, x: dual.attend(), "example="),

@@ -29,8 +29,10 @@ class World:
     keys: Tensor
     segments: list[int]
     name: str = "fc"
+    kind: str = "linear"
     passes: int = 0
     in_features: int = field(init=False)
+    key_width: int = field(init=False)
     rows: int = field(init=False)
     derived: None = None
     distinct: Any = None
@@ -38,6 +40,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rows, self.in_features = self.keys.shape
+        self.key_width = self.in_features
         self.dtype = self.stored = self.keys.dtype
 
     def blocks(

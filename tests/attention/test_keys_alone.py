@@ -15,12 +15,12 @@ import dualform as df
 
 @pytest.fixture(scope="session")
 def alone(train: Any) -> Any:
-    return train(warm=3, options={"error_signals": False})
+    return train(warm=3, options={"error_signals": False, "snapshot_every": 7})
 
 
 @pytest.fixture(scope="session")
 def partly(train: Any) -> Any:
-    return train(warm=3, options={"error_signals": ["fc1", "*3"]})
+    return train(warm=3, options={"error_signals": ["fc1", "*3"], "snapshot_every": 7})
 
 
 def test_attention_is_the_same_without_error_signals(run: Any, alone: Any, difference: Any) -> None:
@@ -39,7 +39,7 @@ def test_attention_is_the_same_without_error_signals(run: Any, alone: Any, diffe
 
 
 @pytest.mark.parametrize("which", ["alone", "partly"])
-def test_every_step_is_still_exact(
+def test_it_is_still_exact_wherever_the_sums_were_kept(
     which: str, difference: Any, request: pytest.FixtureRequest
 ) -> None:
     run = request.getfixturevalue(which)
@@ -47,18 +47,22 @@ def test_every_step_is_still_exact(
     assert certificate.passed, certificate
     assert certificate.keys_alone == {"alone": ("fc1", "fc2", "fc3"), "partly": ("fc2",)}[which]
     assert "without error signals" in repr(certificate)
-    for step, weights in enumerate(run.history):
+    for step in (0, 7, 14, 21, 28, 30):
         for name, weight in run.dual.at(step).weights().items():
-            assert difference(weight, weights[name]) < 1e-12
+            assert difference(weight, run.history[step][name]) < 1e-12
+    with pytest.raises(
+        df.QueryError, match=r"step 13 is not among them, the nearest are \[7, 14\]"
+    ):
+        run.dual.at(13).weights()
     twin = run.dual.to_model()
     assert difference(twin(run.inputs), run.model(run.inputs)) < 1e-12
     assert difference(run.dual(run.inputs, by="patterns"), run.model(run.inputs)) < 1e-12
 
 
-def test_parameters_are_covered_by_steps_where_error_signals_are_not_kept(partly: Any) -> None:
+def test_parameters_are_summed_up_where_error_signals_are_not_kept(partly: Any) -> None:
     coverage = {name: p.coverage for name, p in partly.memory.parameters.items()}
     assert coverage == {
-        f"fc{i}.{part}": "steps" if i == 2 else "patterns"
+        f"fc{i}.{part}": "accumulated" if i == 2 else "patterns"
         for i in (1, 2, 3)
         for part in ("weight", "bias")
     }
@@ -126,19 +130,21 @@ def test_a_weight_is_resolved_only_if_all_its_layers_are(train: Any, difference:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[..., :4])
 
-    run = train(Net, steps=12, options={"error_signals": "one"})
+    run = train(Net, steps=12, options={"error_signals": "one", "snapshot_every": 5})
     coverage = {name: p.coverage for name, p in run.memory.parameters.items()}
-    assert coverage == {"one.weight": "steps", "one.bias": "patterns", "two.bias": "steps"}
+    summed = "accumulated"
+    assert coverage == {"one.weight": summed, "one.bias": "patterns", "two.bias": summed}
     assert run.dual.verify(run.inputs[:3]).passed
     for step in (0, 5, 12):
         for name, weight in run.dual.at(step).weights().items():
             assert difference(weight, run.history[step][name]) < 1e-12
 
 
-def test_beyond_the_budget_the_learned_part_is_kept_now_and_then(train: Any) -> None:
-    options = {"error_signals": False, "step_budget": 2000, "snapshot_every": 10}
-    run = train(steps=25, options=options)
+def test_no_gradient_is_kept_of_a_layer_with_keys_alone(train: Any) -> None:
+    run = train(steps=25, options={"error_signals": False, "snapshot_every": 10})
     assert {p.coverage for p in run.memory.parameters.values()} == {"accumulated"}
+    assert {p.accumulated_since for p in run.memory.parameters.values()} == {0}
+    assert not any(list(run.memory.step_gradients(name)) for name in run.memory.parameters)
     assert run.dual.verify(run.inputs[:3]).passed
     run.dual.at(20).weights()
 

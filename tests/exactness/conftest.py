@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dualform as df
 from dualform.learning_rules import coefficients
@@ -88,11 +89,14 @@ def _parameter_by_hand(memory: df.Memory, name: str, at: int) -> Tensor:
     for layer in map(memory.layer, parameter.layers):
         of_step = torch.from_numpy(coefficient.per_pattern(layer.patterns["step"]))
         values = layer.error_signals.double() * of_step[:, None]
-        is_weight = parameter.role == "weight"
-        first = layer.offset if is_weight else layer.bias_offset
-        weight[first : first + layer.out_features] += (
-            values.T @ layer.keys.double() if is_weight else values.sum(0)
-        )
+        if parameter.role == "bias":
+            weight[layer.bias_offset : layer.bias_offset + layer.out_features] += values.sum(0)
+            continue
+        keys = layer.keys.double()
+        if layer.kind == "embedding":  # the key written out: a one at the token's place
+            keys = F.one_hot(layer.keys[:, 0], layer.in_features).double()
+        wrote = values.T @ keys if layer.kind == "linear" else keys.T @ values
+        weight[layer.offset : layer.offset + len(wrote)] += wrote
     for step, gradient in memory.step_gradients(name):
         if step < at:
             weight = weight + coefficient.steps[step] * gradient.double()

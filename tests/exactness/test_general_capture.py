@@ -7,7 +7,6 @@ same bits.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,14 +100,40 @@ class OwnMatrix(nn.Module):
         return F.linear(F.linear(x, one) * gate + x @ two.T, self.weight, self.bias)
 
 
-class CheckpointedFunction(nn.Module):
+class Transposed(nn.Module):
+    """Matrices of shape [d_in, d_out], used as they are; the way of GPT-2's Conv1D among them."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.one, self.bias = nn.Parameter(torch.randn(8, 5) / 3), nn.Parameter(torch.zeros(5))
+        self.two, self.three = nn.Parameter(torch.randn(5, 4) / 2), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.addmm(self.bias, x.flatten(0, 1), self.one).view(*x.shape[:-1], 5).tanh()
+        output = hidden @ self.two + (self.two.T @ hidden[0].T).mean()
+        return self.three(
+            torch.sin(output) @ self.three.weight
+            + x @ self.one @ self.two[:, :4] @ (self.three.weight)
+        )
+
+
+class Checkpointed(nn.Module):
+    """Attention, functional code and modules inside activation checkpoints, one in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, 0.1, batch_first=True)
         self.attn, self.fc = SelfAttention(), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = checkpoint(self.attn, x, use_reentrant=False)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=False)
+        hidden = checkpoint(self._inside, x.sin(), use_reentrant=False)
         return checkpoint(lambda h: torch.tanh(h @ self.fc.weight.T), hidden, use_reentrant=False)
+
+    def _inside(self, x: Tensor) -> Tensor:
+        again = checkpoint(lambda y: self.attn(y).cos(), x, use_reentrant=False)
+        return F.linear(again, self.fc.weight, self.fc.bias)
 
 
 def module_and_function(fc: nn.Linear, x: Tensor) -> Tensor:
@@ -156,6 +181,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "an encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.1, batch_first=True),
     "a decoder layer": Decoder,
     "bare parameters": OwnMatrix,
+    "matrices used untransposed": Transposed,
+    "inside checkpoints": Checkpointed,
     "a chain of calls": Chained,
 } | {name: lambda use=use: Functional(use) for name, use in USES.items()}
 
@@ -265,45 +292,6 @@ def test_an_attentions_patterns_are_tagged_like_its_inputs(tmp_path: Path) -> No
     assert torch.equal(memory.layer("attn.in_proj").keys, inputs.flatten(0, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_what_a_checkpoint_hides_is_accounted_for_by_steps_and_said(
-    dtype: torch.dtype, new_run: Any, certify: Any
-) -> None:
-    run = new_run(seeded(CheckpointedFunction, dtype), loss_of, dtype)
-    with pytest.warns(UserWarning, match="inside an activation checkpoint"):
-        train(run)
-    memory = certify(run)
-    assert memory.parameters["attn.attn.in_proj_weight"].coverage == "steps"
-    assert memory.parameters["attn.head.weight"].coverage == "patterns"
-    assert memory.parameters["fc.weight"].coverage == "steps"
-
-
-class TiedWords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 11)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.embedding(ids))))
-
-
-def test_a_weight_that_is_also_an_embedding_is_accounted_for_by_steps_and_said(
-    new_run: Any, certify: Any
-) -> None:
-    def words(model: nn.Module, generator: torch.Generator) -> Tensor:
-        ids = torch.randint(0, 11, (3, 5), generator=generator)
-        return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-
-    run = new_run(seeded(TiedWords), words, torch.float64)
-    with pytest.warns(UserWarning, match=r"'embedding.weight' \(layer head\).*as an embedding"):
-        train(run)
-    memory = certify(run)
-    assert memory.layers == ("body",)
-    assert {p.coverage for n, p in memory.parameters.items() if "body" in n} == {"patterns"}
-
-
 def test_a_network_of_modules_keeps_no_hook_for_graphs_after_the_first_step(
     tmp_path: Path,
 ) -> None:
@@ -318,25 +306,6 @@ def test_a_network_of_modules_keeps_no_hook_for_graphs_after_the_first_step(
         during = hooks()
         assert sum(during) - sum(before) == 2  # the module engine's one hook, in two tables
     assert hooks() == before
-
-
-def test_a_layer_whose_forward_is_compiled_is_accounted_for_by_steps(
-    new_run: Any, certify: Any
-) -> None:
-    model = seeded(lambda: nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)))
-    model[2].forward = torch.compile(model[2].forward, backend="aot_eager")
-    run = new_run(model, loss_of, torch.float64)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        train(run)
-    memory = df.Memory.open(run.path)
-    assert memory.exact
-    assert {n: p.coverage for n, p in memory.parameters.items()} == {
-        "0.weight": "patterns",
-        "0.bias": "patterns",
-        "2.weight": "steps",
-        "2.bias": "steps",
-    }
 
 
 def test_queries_of_weights_without_a_module_are_read_from_the_graph(
@@ -389,3 +358,136 @@ def test_rows_of_a_shared_parameter_contribute_to_their_own_outputs_only(
         split = dual.contribute(example=5, layer=name, target=torch.ones(rows, layer.out_features))
         assert abs(split.residual) <= 1e-12 * max(1.0, abs(split.primal))
         assert not any("written by" in share for share in split.shares)
+
+
+class Encoder(nn.Module):
+    """What torch evaluates in one fused kernel, with padding as nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, 0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the model's own
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_an_encoder_with_padding_can_be_verified_and_asked(
+    dtype: torch.dtype, new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(Encoder, dtype), loss_of, dtype)
+    train(run)
+    memory = certify(run)
+    inputs = torch.randn(4, 3, 8, dtype=dtype)
+    mask = torch.tensor([[False, False, True], [False, True, True], [False] * 3, [False] * 3])
+    dual = df.DualForm(run.model, memory)
+    assert torch.backends.mha.get_fastpath_enabled()
+    verification = dual.verify(inputs, src_key_padding_mask=mask)
+    assert verification.passed, repr(verification)
+    attention = dual.attend(inputs, src_key_padding_mask=mask)
+    for spotlight in attention.values():
+        assert spotlight.weights.shape == (12, spotlight._memory.rows)
+    by_patterns = dual(inputs, src_key_padding_mask=mask, by="patterns")
+    assert torch.backends.mha.get_fastpath_enabled()
+    run.model.eval()
+    with torch.no_grad():
+        fused = run.model(inputs, src_key_padding_mask=mask)
+        assert torch.allclose(dual(inputs, src_key_padding_mask=mask), fused, atol=1e-5)
+    kept = ~mask
+    assert torch.allclose(by_patterns[kept], fused[kept], atol=1e-5)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert dual.verify(inputs, src_key_padding_mask=mask).passed
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_queries_inside_a_checkpoint_are_found(new_run: Any, certify: Any) -> None:
+    run = new_run(seeded(Checkpointed), loss_of, torch.float64)
+    train(run)
+    memory = certify(run)
+    inputs = torch.randn(2, 3, 8, dtype=torch.float64)
+    attention = df.DualForm(run.model, memory).attend(inputs)
+    keys = memory.layer("layer.self_attn.in_proj").keys
+    found = attention["layer.self_attn.in_proj"].weights  # two calls
+    assert torch.allclose(found[:6], inputs.flatten(0, 1) @ keys.T, rtol=1e-12, atol=1e-12)
+    assert len(found) == 12
+    for name, calls in {"attn.attn.in_proj": 1, "attn.attn.out_proj": 1, "fc": 1}.items():
+        assert len(attention[name].queries) == 6 * calls, name
+
+
+def test_a_checkpoint_backward_twice_counts_twice(new_run: Any, certify: Any) -> None:
+    run = new_run(seeded(Checkpointed), loss_of, torch.float64)
+    optimizer = SGD(run.model.parameters(), **RULE)
+    with run.recording(optimizer):
+        for _ in range(STEPS):
+            loss = run.loss()
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+            run.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.keep()
+    memory = certify(run)
+    patterns = memory.layer("attn.attn.in_proj").patterns
+    assert patterns.values("microbatch") == [0, 1, 2]
+    assert patterns.values("call") == [0]
+    assert memory.layer("layer.self_attn.in_proj").patterns.values("call") == [0, 1]
+
+
+def test_a_forward_pass_that_is_never_differentiated_is_no_call(tmp_path: Path) -> None:
+    model = seeded(SelfAttention)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with df.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            x = torch.randn(4, 3, 8, dtype=torch.float64)
+            model(x)
+            loss = model(x).square().mean()
+            model(x)
+            (loss + model(x).cos().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = df.Memory.open(tmp_path / "run")
+    for name in memory.layers:
+        patterns = memory.layer(name).patterns
+        assert patterns.values("call") == [0, 1]
+        assert (patterns["call"] == 0).sum() == (patterns["call"] == 1).sum() == 36
+
+
+def test_what_is_kept_elsewhere_until_the_backward_pass_is_read_from_there(
+    new_run: Any, certify: Any
+) -> None:
+    """Hooks on saved tensors, such as those that move them to another device."""
+
+    def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return loss_of(model, generator)
+
+    run = new_run(seeded(CASES["module and function"]), loss, torch.float64)
+    train(run)
+    memory = certify(run)
+    assert {p.coverage for p in memory.parameters.values()} == {"patterns"}
+
+
+def test_recurrent_cells_have_patterns(new_run: Any, certify: Any) -> None:
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.LSTMCell(8, 5), nn.GRUCell(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state, last = None, None
+            for position in range(x.shape[1]):
+                state = self.one(x[:, position], state)
+                last = self.two(state[0], last)
+            return last
+
+    run = new_run(seeded(Cells), loss_of, torch.float64)
+    train(run)
+    memory = certify(run)
+    assert {p.coverage for p in memory.parameters.values()} == {"patterns"}
+    assert set(memory.layers) == {f"{c}.weight_{w}" for c in ("one", "two") for w in ("ih", "hh")}
+    assert memory.layer("one.weight_hh").patterns.values("call") == [0, 1, 2]

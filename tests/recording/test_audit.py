@@ -203,7 +203,15 @@ def test_the_message_of_an_edited_gradient_says_how_much_and_what_would_be_fine(
             tmp_path / "run",
             tamper=lambda m, o: clip_grad_value_(m.parameters(), 1e-4),
         )
-    for word in ("clipped by value", "noise", "edited by hand", "clipping by norm", "accumulation"):
+    for word in (
+        "clipped by value",
+        "noise",
+        "edited by hand",
+        "clipping by norm",
+        "accumulation",
+        "weight_decay",
+        "create_graph",
+    ):
         assert word in str(e.value)
 
 

@@ -109,8 +109,8 @@ def test_questions_about_a_layer_that_was_not_chosen_name_those_that_were(tmp_pa
     [
         ("haed", r"layers='haed' matches no layer.*encoder\.0, encoder\.2, head"),
         (["head", "Head"], r"layers='Head' matches no layer"),
-        ([], r"layers=\[\] was given; expected a layer's name"),
-        ([3], r"layers=\[3\] was given"),
+        ([3], r"layers=\[3\] was given; expected a layer's name"),
+        (3, r"layers=3 was given; expected a layer's name"),
     ],
 )
 def test_a_choice_that_matches_nothing_is_refused_before_anything_is_written(
@@ -121,6 +121,20 @@ def test_a_choice_that_matches_nothing_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
     with pytest.raises(df.DualFormError, match=message):
         df.estimate(Network(), batch=5, steps=12, layers=layers)
+
+
+@pytest.mark.parametrize("error_signals", [None, 3, [3]])
+def test_error_signals_that_are_no_choice_are_refused(error_signals: Any, tmp_path: Path) -> None:
+    with pytest.raises(df.RecordingError, match=r"error_signals=.* was given; expected True"):
+        train(tmp_path / "run", error_signals=error_signals)
+
+
+def test_error_signals_of_a_layer_that_was_not_chosen_are_refused(tmp_path: Path) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = {"layers": "linear*", "error_signals": ["self_attn.in_proj"]}
+    with pytest.raises(df.RecordingError, match=r"'self_attn.in_proj' names no layer"):
+        df.record(model, optimizer, tmp_path / "run", **chosen).__enter__()
 
 
 def test_the_estimate_knows_the_choice() -> None:

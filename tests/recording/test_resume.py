@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import dualform as df
 from dualform.cli import main
 from dualform.layers import find_layers
-from dualform.recording import matching
+from dualform.recording import matching, walking
 from dualform.recording.parameters import Parameters
 
 SMALL = 6000
@@ -198,7 +198,8 @@ def check_resumed(
     parts = make()
     parts.record(tmp_path / "parts", 0, first, **options)
     parts.load(back_to)
-    memory = parts.record(tmp_path / "parts", back_to, steps, resume=True, **options)
+    consent = True if back_to else "rewind"
+    memory = parts.record(tmp_path / "parts", back_to, steps, resume=consent, **options)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, parts.model.state_dict()[name]), name
     assert_same_content(memory, uninterrupted)
@@ -564,8 +565,8 @@ def test_the_patterns_alone_lead_to_the_step(tmp_path: Path) -> None:
     training.load(31)
     parameters = matching_parameters(training, memory)
     prints = matching._prints(memory, parameters)
-    targets = [matching.Target(memory, watched) for watched in parameters]
-    found = list(matching._walk(memory, targets, prints[0], prints[-1]))
+    targets = [walking.Target(memory, watched) for watched in parameters]
+    found = list(walking.walk(memory, targets, prints[0], prints[-1]))
     assert min(found, key=lambda c: c.distance).step == 31
     assert [c.step for c in found if c.distance <= 1] == [31]
 
@@ -574,6 +575,103 @@ def matching_parameters(training: Training, memory: df.Memory) -> Parameters:
     directions = {n: (memory.probe(n), memory.sketch(n)) for n in memory.parameters}
     model = training.model
     return Parameters(model, find_layers(model), [training.optimizer], 0, directions)
+
+
+# -- patterns in 16 bits ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_memory_in_16_bits_is_gone_on_with_from_any_step(
+    tmp_path: Path, stored: str, rule: str
+) -> None:
+    """Between distant fingerprints, where only patterns and log lead to the step."""
+    training = Training(RULES[rule], torch.float32)
+    before = training.record(tmp_path / "run", 0, 45, dtype=stored)
+    assert [f.step for f in before.fingerprints] == [45]
+    for step in (44, 30, 12, 3):
+        training.load(step)
+        training.record(tmp_path / "run", step, step + 1, dtype=stored, resume=True)
+        training.load(step + 1)
+        memory = training.record(tmp_path / "run", step + 1, step + 1, dtype=stored, resume=True)
+        assert df.DualForm(training.model, memory).verify().passed
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_in_16_bits_wrong_weights_and_wrong_momentum_are_refused_all_the_same(
+    tmp_path: Path, stored: str
+) -> None:
+    training = Training(MOMENTUM, torch.float32)
+    training.record(tmp_path / "run", 0, 45, dtype=stored)
+    options: dict[str, Any] = {"dtype": stored, "resume": True}
+    training.load(30)
+    _, training.kept[30][1]["state"] = None, training.kept[29][1]["state"]
+    training.load(30)
+    with pytest.raises(df.RecordingError, match=r"step 30 .*momentum buffer of .* is neither"):
+        training.record(tmp_path / "run", 30, 30, **options)
+    for edit in (1e-3, 1e-4):
+        training.load(20)
+        with torch.no_grad():
+            next(iter(training.model.parameters())).mul_(1 + edit)
+        with pytest.raises(df.RecordingError, match="not those of any step"):
+            training.record(tmp_path / "run", 20, 20, **options)
+
+
+# -- what must not go wrong in silence -------------------------------------------------------------
+
+
+def test_a_forgotten_checkpoint_does_not_cost_the_memory(tmp_path: Path) -> None:
+    training = Training(MOMENTUM)
+    before = training.record(tmp_path / "run", 0, 12)
+    training.load(0)
+    with pytest.raises(df.RecordingError, match=r'all of the 12 steps.*resume="rewind"'):
+        training.record(tmp_path / "run", 0, 5, resume=True)
+    assert_same_content(before, df.Memory.open(tmp_path / "run"))
+    training.load(1)  # a checkpoint that is behind needs no ceremony, however far
+    training.record(tmp_path / "run", 1, 3, resume=True)
+    training.load(0)
+    memory = training.record(tmp_path / "run", 0, 5, resume="rewind")
+    assert_exact(memory, training, 5)
+    assert [(p.began, p.rewound_from) for p in memory.phases] == [("started", None), ("resumed", 3)]
+    with pytest.raises(df.RecordingError, match="resume='yes' was given; expected"):
+        df.record(training.model, training.optimizer, tmp_path / "run", resume="yes")
+
+
+def test_a_memory_without_steps_is_gone_on_with_as_it_is(tmp_path: Path) -> None:
+    training = Training(PLAIN)
+    training.record(tmp_path / "run", 0, 0)
+    assert training.record(tmp_path / "run", 0, 3, resume=True).steps == 3
+
+
+def test_a_forgotten_tag_is_found_after_a_resume_as_it_is_before(tmp_path: Path) -> None:
+    training = Training(PLAIN)
+    training.record(tmp_path / "run", 0, 6)
+    with (
+        pytest.raises(df.RecordingError, match=r"at step 6 that was not tagged, though earlier"),
+        df.record(training.model, training.optimizer, tmp_path / "run", resume=True),
+    ):
+        training.step(6, None)
+    assert df.Memory.open(tmp_path / "run").steps == 6
+    untagged = Training(PLAIN)
+    for start, stop in ((0, 3), (3, 5)):
+        with df.record(untagged.model, untagged.optimizer, tmp_path / "free", resume=True):
+            for number in range(start, stop):
+                untagged.step(number, None)
+    assert df.Memory.open(tmp_path / "free").steps == 5
+
+
+def test_every_resume_is_told_whether_it_trained_or_not(tmp_path: Path) -> None:
+    training = Training(PLAIN)
+    training.record(tmp_path / "run", 0, 6)
+    for _ in range(2):
+        training.record(tmp_path / "run", 6, 6, resume=True)
+    memory = training.record(tmp_path / "run", 6, 9, resume=True)
+    assert [(p.first_step, p.began) for p in memory.phases] == [
+        (0, "started"), (6, "resumed"), (6, "resumed"), (6, "resumed"),
+    ]  # fmt: skip
+    training.load(4)
+    memory = training.record(tmp_path / "run", 4, 5, resume=True)
+    assert [(p.first_step, p.rewound_from) for p in memory.phases] == [(0, None), (4, 9)]
 
 
 # -- after a crash, and during one -----------------------------------------------------------------
@@ -590,7 +688,8 @@ def small_run_from(path: Path, start: int, stop: int) -> df.Memory:
     model, optimizer = make_model()
     for step in range(start):
         small_update(model, optimizer, step)
-    with df.record(model, optimizer, path, resume=True, segment_bytes=SMALL) as recorder:
+    consent = True if start else "rewind"
+    with df.record(model, optimizer, path, resume=consent, segment_bytes=SMALL) as recorder:
         assert recorder.steps == start
         for step in range(start, stop):
             example, _, label = small_batch(step)

@@ -221,7 +221,7 @@ def test_an_edited_gradient_is_found_as_well_as_ever(tmp_path: Path) -> None:
             model(torch.randn(5, 6)).square().mean().backward()
             gradient = model.get_parameter("0.weight").grad
             assert gradient is not None
-            gradient[3] *= 1 + 3e-4
+            gradient[::2] *= 1 + 3e-3  # less than bfloat16 can tell, and far above rounding
             optimizer.step()
 
 

@@ -253,6 +253,36 @@ def test_a_tag_that_cannot_be_a_column_is_refused_at_once(
         record_batches(nn.Linear(4, 2), tmp_path / "run", [(torch.randn(2, 4), tag)])
 
 
+def test_positions_looked_up_once_for_all_examples_get_no_tag(tmp_path: Path) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(7, 4), nn.Embedding(9, 4)
+            self.pairs = nn.Embedding(9, 4)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(tokens.shape[1])
+            pairs = self.pairs((places[:, None] + places) % 9).mean(1)
+            return self.tokens(tokens) + self.places(places) + pairs
+
+    # as many positions as examples among them: only their order tells
+    batches = [(torch.randint(0, 7, (2, n)), {"example": [4, 5]}) for n in (3, 2, 5)]
+    record_batches(Words(), tmp_path / "run", batches)
+    memory = df.Memory.open(tmp_path / "run")
+    tokens = memory.layer("tokens").patterns
+    assert tokens["example"].tolist() == [4] * 3 + [5] * 3 + [4] * 2 + [5] * 2 + [4] * 5 + [5] * 5
+    assert tokens["position"].tolist() == [*range(3)] * 2 + [*range(2)] * 2 + [*range(5)] * 2
+    assert set(memory.layer("places").patterns["example"]) == {None}
+    assert memory.layer("places").keys[:, 0].tolist() == [*range(3), *range(2), *range(5)]
+    assert set(memory.layer("pairs").patterns["example"][:9]) == {None}
+
+
+def test_a_model_fed_sequence_first_is_told_how_to_tag(tmp_path: Path) -> None:
+    batch = torch.randn(5, 2, 4)
+    with pytest.raises(df.RecordingError, match=r"tags of shape \[L, B\].*feed it batch first"):
+        record_batches(nn.Linear(4, 2), tmp_path / "run", [(batch, {"example": [0, 1]})])
+
+
 def test_a_forgotten_tag_names_the_step_and_the_layer(tmp_path: Path) -> None:
     batch = torch.randn(2, 4)
     with pytest.raises(

@@ -11,6 +11,7 @@ Three checks per parameter, each with a residual and the bound that honest round
   where it is worst. Bound: `FINGERPRINT_DEVIATIONS` of `rounding.drift`. It finds wrong learning
   rates; because it starts afresh at each fingerprint, errors early in a run are not buried. A
   parameter that was never trained has to show its initial fingerprint to the last digit, always.
+  Where not every step was recorded, it goes from one kept sum of the unrecorded steps to the next.
 - *weights*: all of W, rebuilt from nothing but initial state, log and patterns, against the
   model's. Residual: |W − dual| / max|W| of the worst entry. Bound: `ENTRY_DEVIATIONS` of the drift
   over all steps. It finds another model.
@@ -43,6 +44,7 @@ from dualform.attention.rounding import DOUBLE, buffer_sizes, carried, drift, un
 from dualform.attention.tally import Tally, tallies
 from dualform.attention.verification import Check, Verification
 from dualform.attention.view import View
+from dualform.layers.fast_path import layer_by_layer
 
 STEP_SLACK = 128.0
 """How many eps a step's projected gradient may differ by, in units of its gross sum."""
@@ -58,6 +60,9 @@ FINGERPRINT_DEVIATIONS = 12.0
 
 SUM_ROUNDINGS = 8.0
 """How many roundings of float64 the fingerprints at both ends of a stretch may show."""
+
+LARGEST_ENTRY = 4.0
+"""How many times a typical entry of a gradient the largest may be, where it is not known."""
 
 ENTRY_DEVIATIONS = 20.0
 """The same for the worst of all entries of a parameter, of which there may be millions."""
@@ -168,13 +173,17 @@ def _check_weights(
     size = max(float(t.abs().max()) for t in (initial, dual, weights.nan_to_num(0, 0, 0)))
     eps = _eps(view, name)
     largest = view.memory.sizes(name)[2, : view.at] if sums is None else sums.largest
+    log, gross = view.log(name), largest
+    if sums is not None:
+        log, _, unrecorded = sums.as_rounded()
+        gross = largest + LARGEST_ENTRY * unrecorded
     expected = drift(
-        view.log(name),
+        log,
         np.array([view.at]),
         eps=eps,
         gradient_eps=_gradient_eps(view, name),
         size=size,
-        gross=largest,
+        gross=gross,
         anchored=False,
         stored=_stored(view, name) * largest,
     )
@@ -196,7 +205,7 @@ def _check_steps(view: View, sums: Tally) -> list[Check]:
     """u·(grad v) of every step by the patterns, against what training saw."""
     if not view.at:
         return []
-    seen = view.memory.audit_projections(sums.parameter)[: view.at]
+    seen = np.where(sums.unrecorded, 0.0, sums.seen)  # where there are no patterns to explain it
     eps = _gradient_eps(view, sums.parameter)
     gross = np.abs(sums.log.kappa) * carried(sums.gross, sums.log) * float(sums.sketch.norm())
     scale = np.maximum(np.maximum(gross, np.abs(seen)), _smallest(view, sums.parameter) / eps)
@@ -225,23 +234,23 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
         momentum = _project(buffer, sums.probe, rows)
     # W v may cancel where the roundings of W's entries do not: its size is at least theirs.
     entries = _project(memory.initial(name).double().square(), sums.probe.square(), rows).sqrt()
-    prints = [f.values[name].double() for f in sums.fingerprints]
-    size = max(_rms(p) for p in [entries, weights, *prints])
+    size = max(_rms(entries), _rms(weights), sums.largest_print)
     # Fingerprints are float64 sums themselves, and so is what they are compared with.
     terms = memory.initial(name).double().abs()
     summed = SUM_ROUNDINGS * DOUBLE * max(_rms(_project(terms, sums.probe.abs(), rows)), size)
     eps = _eps(view, name)
+    log, applied, unrecorded = sums.as_rounded()
     expected = drift(
-        sums.log,
+        log,
         sums.stops,
         eps=eps,
         gradient_eps=_gradient_eps(view, name),
         size=size,
-        gross=np.sqrt(sums.squares / max(rows, 1)) + np.abs(sums.projections),
+        gross=np.sqrt(sums.squares / max(rows, 1)) + np.abs(sums.projections) + unrecorded,
         anchored=True,
         buffers=buffer_sizes(
-            sums.log,
-            sums.applied_projections(),
+            log,
+            applied,
             float(sums.sketch @ weights),
             float(sums.sketch @ momentum),
         ),
@@ -344,11 +353,11 @@ def _check_outputs(
 
     The bound is how far the outputs move if every parameter moves by its own bound, at random.
     """
-    with torch.no_grad(), queries.evaluating(model):
+    with torch.no_grad(), queries.evaluating(model), layer_by_layer():
         primal = _flat(model(*inputs, **kwargs))
     scale = float(primal.abs().max()) if primal.numel() else 0.0
     scale = scale or 1.0
-    with torch.no_grad():
+    with torch.no_grad(), layer_by_layer():
         rebuilt = _flat(queries.run(model, view, inputs, kwargs))
         attended = _flat(queries.run_by_patterns(model, view, inputs, kwargs))
         moved = 0.0

@@ -24,6 +24,7 @@ from dualform.attention import engine, grouping, ranking, weights
 from dualform.attention.spotlight import check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
+from dualform.layers.kinds import write
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table
 
@@ -278,8 +279,9 @@ def _written_by_patterns(
 def _shares(
     view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
 ) -> dict[str, float]:
-    """What no pattern of this layer wrote: initial state, step-level parts, sharing layers."""
-    outer, summed = directions.T @ queries, directions.sum(0)
+    """What no pattern of this layer wrote: initial state, unrecorded steps, sharing layers."""
+    outer = write(layer.kind, torch.zeros(layer.shape).double(), queries, directions)
+    summed = directions.sum(0)
     shares: dict[str, float] = {}
     for role, parameter, along in (("weights", layer.weight, outer), ("bias", layer.bias, summed)):
         if parameter is None:
@@ -294,6 +296,10 @@ def _shares(
         unresolved = view.unresolved(parameter)
         if unresolved is not None:
             shares[f"{role} learned, step level"] = float((unresolved[own] * along).sum())
+        unrecorded = view.unrecorded(parameter)
+        if unrecorded is not None:
+            before = shares.get("unrecorded steps", 0.0)
+            shares["unrecorded steps"] = before + float((unrecorded[own] * along).sum())
         for writer in view.writers(parameter):
             if writer.name != layer.name:
                 written, here = shared_rows(writer, layer, parameter)

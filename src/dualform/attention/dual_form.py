@@ -27,7 +27,7 @@ from dualform.attention.targets import Aim, Traced, aim, is_margin
 from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
-from dualform.layers import as_patterns
+from dualform.layers import as_patterns, flattened
 from dualform.memory import LayerMemory, Memory
 from dualform.table import Table
 
@@ -233,10 +233,10 @@ class DualForm:
         """The same weights minus what some patterns wrote. Not retraining, and not unlearning.
 
         Their values are multiplied by 1 − `strength`, in all layers or in the named `layers`.
-        Without a condition: everything learned.
-        Parameters without pattern resolution stay as they are (`unresolved="keep"`) or fall back to
-        their initial part (`"drop"`). Contributions are large and cancel: dropping a single class
-        can wreck a network that retraining without it would keep.
+        Without a condition: everything learned. What has no pattern resolution (other parameters,
+        unrecorded steps) stays as it is (`unresolved="keep"`) or falls back to the initial part
+        (`"drop"`). Contributions are large and cancel: dropping a single class can wreck a network
+        that retraining would keep.
 
         Example:
             >>> dual.without(task="fashion", strength=0.7)                 # doctest: +SKIP
@@ -304,8 +304,23 @@ class DualForm:
             for name, parameter in self.memory.parameters.items()
             if parameter.coverage in ("steps", "accumulated", "compacted")
         ]
+        every = self.memory.every
+        if every > 1:
+            lines.append(
+                f"  one of every {every} steps was recorded; what the others wrote is one sum"
+            )
         if self.is_masked:
             lines.append("  a mask takes away what patterns wrote; it is not retraining")
+        if self.is_masked and every > 1:
+            for what, of in (("dropped", True), ("kept", False)):
+                resolved = [
+                    n for n, p in self.memory.parameters.items() if p.coverage == "patterns"
+                ]
+                names = [n for n in resolved if self._view.drops_unresolved(n) is of]
+                if names and len(names) == len(resolved):
+                    lines.append(f"  {what}: what unrecorded steps wrote")
+                elif names:
+                    lines.append(f"  {what}: what unrecorded steps wrote into {', '.join(names)}")
         if self.is_masked and unresolved:
             dropped = [name for name in unresolved if self._view.drops_unresolved(name)]
             kept = [name for name in unresolved if name not in dropped]
@@ -428,8 +443,8 @@ class DualForm:
         slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
         rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
         asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
-        directions = torch.cat([as_patterns(layer.kind, slope) for slope in slopes])
-        outputs = torch.cat([as_patterns(layer.kind, call.output) for call in calls])
+        directions = torch.cat([flattened(slope) for slope in slopes])
+        outputs = torch.cat([flattened(call.output) for call in calls])
         primal = float((outputs.double() * directions.double()).sum())
         return contribution(self._view, layer, rows, directions, target, primal)
 

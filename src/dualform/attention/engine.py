@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.layers.kinds import attention_weights, write
 from dualform.memory import LayerMemory
 from dualform.memory.layer import Block
 
@@ -60,7 +61,10 @@ def reported(parts: Iterable[Block], total: int) -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class Scanned:
-    """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out]."""
+    """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out].
+
+    Tokens are whole numbers, [b, 1], in float64 as well.
+    """
 
     rows: Rows
     keys: Tensor
@@ -95,12 +99,7 @@ def keys_of(part: Block) -> Tensor:
 
 def products(layer: LayerMemory, queries: Tensor, keys: Tensor) -> Tensor:
     """α = x·q of every query with every key of a block: [n, d_in], [b, d_in] -> [n, b]."""
-    return queries @ keys.T
-
-
-def outer(layer: LayerMemory, values: Tensor, keys: Tensor) -> Tensor:
-    """Σ_t value_t x_tᵀ over a block: [b, d_out], [b, d_in] -> [d_out, d_in]."""
-    return values.T @ keys
+    return attention_weights(layer.kind, queries, keys)
 
 
 def scan(
@@ -175,20 +174,23 @@ def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
     included[rows] = True
     found = [part.keys.clone() for part in scan(layer, included, error_signals=False)]
     ordered = np.unique(rows)
-    keys = torch.cat(found) if found else torch.empty(0, layer.in_features, dtype=torch.float64)
+    keys = torch.cat(found) if found else torch.empty(0, layer.key_width, dtype=torch.float64)
     return keys[torch.from_numpy(np.searchsorted(ordered, rows))]
 
 
 def learned(
     layer: LayerMemory, weight: Reals | None, bias: Reals | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Σ_t weight_t δ_t x_tᵀ [d_out, d_in] and Σ_t bias_t δ_t [d_out], in one pass, float64."""
+    """Σ_t weight_t δ_t x_tᵀ and Σ_t bias_t δ_t [d_out], in one pass, float64.
+
+    The first has the shape of (the layer's rows of) its weight: [d_out, d_in], or [d_in, d_out].
+    """
     matrix = vector = None
     if weight is None and bias is None:
         return None, None
     included = np.zeros(layer.rows, bool)
     if weight is not None:
-        matrix = torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
+        matrix = torch.zeros(layer.shape, dtype=torch.float64)
         included |= weight != 0
     if bias is not None:
         vector = torch.zeros(layer.out_features, dtype=torch.float64)
@@ -196,7 +198,7 @@ def learned(
     for part in scan(layer, included, keys=weight is not None):
         if weight is not None and matrix is not None:
             values = part.error_signals * _at(weight, part.rows)[:, None]
-            matrix += outer(layer, values, part.keys)
+            write(layer.kind, matrix, part.keys, values)
         if bias is not None and vector is not None:
             vector += _at(bias, part.rows) @ part.error_signals
     return matrix, vector

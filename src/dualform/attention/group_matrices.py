@@ -16,6 +16,7 @@ from torch import Tensor
 from dualform.attention import engine, grouping
 from dualform.attention.masks import Mask
 from dualform.attention.tables import kept
+from dualform.layers.kinds import write
 from dualform.memory import LayerMemory
 
 MOST_GROUPS = 64
@@ -63,10 +64,10 @@ def _build(
     weight: engine.Reals | None,
     bias: engine.Reals | None,
 ) -> dict[str, Tensor]:
-    groups, shape = len(cells.values), (layer.out_features, layer.in_features)
+    groups, shape = len(cells.values), layer.shape
     table: dict[str, Tensor] = {}
     included = np.zeros(layer.rows, bool)
-    for name, numbers, of in (("weight", weight, shape), ("bias", bias, shape[:1])):
+    for name, numbers, of in (("weight", weight, shape), ("bias", bias, (layer.out_features,))):
         if numbers is not None:
             table[name] = torch.zeros(groups, *of, dtype=torch.float64)
             included |= numbers != 0
@@ -77,7 +78,7 @@ def _build(
             rows, signals = part.rows[inside.numpy()], part.error_signals[inside]
             if weight is not None:
                 scaled = signals * torch.from_numpy(weight[rows])[:, None]
-                table["weight"][group] += engine.outer(layer, scaled, part.keys[inside])
+                write(layer.kind, table["weight"][group], part.keys[inside], scaled)
             if bias is not None:
                 table["bias"][group] += torch.from_numpy(bias[rows]) @ signals
     return table

@@ -54,6 +54,9 @@ def group_sums(
     groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Σ α and Σ |α| over the patterns of each group: [n, groups] twice, float64."""
+    if layer.kind == "embedding":
+        counts = _token_counts(layer, queries, included, codes, groups)
+        return counts, counts
     if groups * layer.in_features * 8 > LARGEST_TABLE:
         return _streamed(layer, queries, included, codes, groups)
     table = key_sums(layer, included, codes, groups)
@@ -188,3 +191,19 @@ def _absolute(
             here = slice(low, low + QUERIES_AT_ONCE)
             total[:, here] += often @ engine.products(layer, queries[here], keys).abs_().T
     return total.T.contiguous()
+
+
+def _token_counts(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    codes: NDArray[np.int64],
+    groups: int,
+) -> Tensor:
+    """An embedding: how many patterns of each group are of the query's token."""
+    tokens = layer.keys[:, 0].numpy()
+    counts = np.zeros((len(queries), groups))
+    for count, token in zip(counts, queries[:, 0].long().tolist(), strict=True):
+        same = tokens == token if included is None else (tokens == token) & included
+        count += np.bincount(codes[same], minlength=groups)
+    return torch.from_numpy(counts)

@@ -57,6 +57,9 @@ _kept: WeakKeyDictionary[Patterns, dict[tuple[str, ...], Cells]] = WeakKeyDictio
 def cells(patterns: Patterns, columns: Sequence[str]) -> Cells:
     """The cells of some columns together; without a column, one cell that holds every pattern."""
     kept = _kept.setdefault(patterns, {})
+    for column in columns:
+        if not isinstance(column, str):
+            patterns[column]  # refuses it, naming the columns there are
     name = tuple(columns)
     if name not in kept:
         found = _find(patterns, name)

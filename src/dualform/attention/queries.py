@@ -19,6 +19,7 @@ from dualform.attention.used import Uses
 from dualform.attention.view import View
 from dualform.errors import QueryError
 from dualform.layers import ROOT_NAME, as_patterns, find_layers
+from dualform.layers.fast_path import layer_by_layer
 from dualform.memory import LayerMemory, Memory
 
 OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -39,7 +40,7 @@ def check_architecture(model: nn.Module, memory: Memory) -> None:
     ]
     known = {layer.name for layer in find_layers(model)}
     differences += [
-        f"{name}: recorded as a layer, but the model has no nn.Linear of that name"
+        f"{name}: recorded as a layer, but the model has no nn.Linear or nn.Embedding of that name"
         for name in memory.layers
         if name not in known and has_module(memory.layer(name))
     ]
@@ -92,19 +93,45 @@ def run(
     on_layer: OnLayer = lambda name, given, output: None,
     layers: Sequence[str] = (),
 ) -> Any:
-    """The view's network on some inputs, with a look at the recorded layers on the way."""
+    """The view's network on some inputs, with a look at the recorded layers on the way.
+
+    Without layers to look at, exactly as the model computes it.
+    """
     check_finite([inputs, kwargs])
     state = _state(model, view, inputs, kwargs)
     modules = {layer.name: module for layer, module in find_layers(model).items()}
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
+        if layers:
+            stack.enter_context(layer_by_layer())
         for name in modules.keys() & {*layers}:
             # before the user's own hooks: they may change what the layer itself gives
             handle = modules[name].register_forward_hook(
                 _hook(name, on_layer), with_kwargs=True, prepend=True
             )
             stack.callback(handle.remove)
-        return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
+        with _fitting(view, inputs, kwargs):
+            return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
+
+
+@contextmanager
+def _fitting(view: View, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Say it plainly if the model cannot take inputs of their dtype; what else it raises is its."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        known = {parameter.dtype for parameter in view.memory.parameters.values()}
+        given = {t.dtype for t in tensors_in([inputs, kwargs]) if t.is_floating_point()}
+        if not given - known or not known:
+            raise
+        raise QueryError(
+            f"the model could not be run on inputs of {_listed(given)}: {error}. It was recorded "
+            f"in {_listed(known)}; convert the inputs to that"
+        ) from error
+
+
+def _listed(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def run_by_patterns(
@@ -179,6 +206,7 @@ def _received_by_functions(
     uses = Uses([view.memory.layer(name) for name in layers], state)
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
+        stack.enter_context(layer_by_layer())
         for handle in uses.watch(model):
             stack.callback(handle.remove)
         with torch.enable_grad():
@@ -227,8 +255,10 @@ def example_queries(view: View, layer: LayerMemory, example: Any) -> Tensor:
 
 
 def given_queries(layer: LayerMemory, queries: Any) -> Tensor:
-    """Queries handed over as they are, checked: [n, d_in] or [d_in]."""
+    """Queries handed over as they are, checked: [n, d_in] or [d_in]; tokens of any shape."""
     tensor = torch.as_tensor(queries)
+    if layer.kind == "embedding":
+        return _given_tokens(layer, tensor)
     if tensor.ndim == 0 or tensor.shape[-1] != layer.in_features:
         raise QueryError(
             f"the queries for layer {layer.name!r} have shape {tuple(tensor.shape)}, but its keys "
@@ -236,6 +266,18 @@ def given_queries(layer: LayerMemory, queries: Any) -> Tensor:
         )
     check_finite(tensor, f"the query for layer {layer.name!r}")
     return as_patterns(layer.kind, tensor)
+
+
+def _given_tokens(layer: LayerMemory, tokens: Tensor) -> Tensor:
+    """Queries of an embedding: tokens of any shape."""
+    whole = not tokens.is_floating_point() and not tokens.is_complex()
+    if not whole or bool(((tokens < 0) | (tokens >= layer.in_features)).any()):
+        raise QueryError(
+            f"the queries for layer {layer.name!r} are of {tokens.dtype} and shape "
+            f"{tuple(tokens.shape)}; it looks up tokens, so expected are whole numbers from 0 to "
+            f"{layer.in_features - 1}"
+        )
+    return as_patterns(layer.kind, tokens)
 
 
 def _hook(name: str, on_layer: OnLayer) -> Callable[..., Tensor | None]:

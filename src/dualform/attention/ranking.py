@@ -92,6 +92,8 @@ def top_patterns(
         short = short_keys.top(layer, queries, included, k, sign)
         if short is not None:
             return _settle(layer, queries, *short, k, sign, 1, None)
+    if layer.kind == "embedding" and not weights.are_few(layer, queries):
+        return _one_by_one(layer, queries, included, k, sign, cells, scales)
     if held is None and weights.are_few(layer, queries):
         held = weights.all_weights(layer, queries, included)
     if held is not None:
@@ -105,9 +107,31 @@ def top_patterns(
         found = _collect(layer, some, included, k, sign, codes, groups, scales, block)
         part = _settle(layer, some, *found, k, sign, groups, scales)
         parts.append(part._replace(query=part.query + low))
+    return _joined(parts)
+
+
+def _joined(parts: list[Ranked]) -> Ranked:
     if len(parts) == 1:
         return parts[0]
     return Ranked(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _one_by_one(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    k: int,
+    sign: str,
+    cells: Cells | None,
+    scales: engine.Reals | None,
+) -> Ranked:
+    """The same for an embedding, where attention is 1 or 0 and nearly everything ties."""
+    parts = []
+    for number in range(len(queries)):
+        held = weights.all_weights(layer, queries[number : number + 1], included)
+        part = _of_held(layer, held, included, k, sign, cells, scales)
+        parts.append(part._replace(query=part.query + number))
+    return _joined(parts)
 
 
 def _of_held(

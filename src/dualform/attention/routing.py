@@ -126,6 +126,8 @@ class Routed:
         scales = np.divide(1.0, size, out=np.zeros_like(size), where=size > 0)
         length = queries.norm(dim=1, keepdim=True)
         directions = torch.where(length > 0, queries / length, 0.0)
+        if self._memory.kind == "embedding":
+            directions = queries  # a token's key is a single 1
         best = ranking.top_patterns(
             self._memory,
             directions,

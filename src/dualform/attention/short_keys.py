@@ -30,6 +30,8 @@ LEVELS = 255.0
 
 def prepare(layer: LayerMemory) -> int:
     """Make the short keys of a layer, if they are not there; their size in bytes."""
+    if layer.kind == "embedding":
+        return 0  # tokens are short already
     tensors = kept(layer, ABOUT, lambda: _build(layer), on_disk=True)
     return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -57,7 +59,7 @@ def _build(layer: LayerMemory) -> Mapping[str, Tensor]:
 
 def serve(layer: LayerMemory, queries: Tensor, sign: str) -> bool:
     """Whether short keys are there, and answer such a question."""
-    if len(queries) != 1 or sign == "absolute":
+    if len(queries) != 1 or sign == "absolute" or layer.kind == "embedding":
         return False
     worth = kernels(layer) is not None
     return worth and known(layer, ABOUT) is not None

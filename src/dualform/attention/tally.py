@@ -11,7 +11,8 @@ over one by one, as soon as the pass has met all their patterns, and nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 from math import sqrt
 
@@ -22,8 +23,9 @@ from torch import Tensor
 from dualform.attention import engine
 from dualform.attention.rounding import Stretch, carried, stretches
 from dualform.attention.view import View
+from dualform.layers.kinds import write
 from dualform.learning_rules import ParameterLog
-from dualform.memory import LayerMemory
+from dualform.memory import Fingerprint, LayerMemory
 
 
 class Tally:
@@ -35,8 +37,14 @@ class Tally:
         self.log: ParameterLog = view.log(parameter)
         self.probe = memory.probe(parameter).double()
         self.sketch = memory.sketch(parameter).double()
+        self.seen = memory.audit_projections(parameter)[: view.at]  # u·(grad v), by training
+        self.unrecorded = memory.is_unrecorded(parameter)[: view.at]
         known = [f for f in memory.fingerprints if f.step <= view.at and parameter in f.values]
+        self.largest_print = max((_rms(f.values[parameter]) for f in known), default=0.0)
+        if self.unrecorded.any():
+            known = _without_unrecorded(view, parameter, known)
         self.fingerprints = known
+        """As far as patterns account for them, where that is known."""
         self.stops = np.array([f.step for f in known], dtype=np.int64)
         self.stretches = stretches(self.log, self.stops)
         self.slots = _slots(self.stretches, view.at)
@@ -57,33 +65,66 @@ class Tally:
     ) -> None:
         """Error signals [b, d0], keys along v [b], and the keys' sizes ‖x‖|v| and max|x| [2, b].
 
-        `rows` are those of the parameter that the error signals are for.
+        `rows` are those of the parameter that the error signals are for. Where the key is on the
+        side of the rows (x δᵀ), the two change places.
         """
         lengths = (signals.norm(dim=1) * sizes[0]).numpy()
-        found = [
-            (self.projections, ((signals @ self.sketch[rows]) * along).numpy()),
+        largest = (signals.abs().amax(1) * sizes[1]).numpy() if signals.shape[1] else lengths * 0
+        self._count(steps, (signals @ self.sketch[rows]) * along, lengths, largest)
+        moved = signals * along[:, None]
+        for state, reached, factor in self._acting(steps):
+            self.written[state][:, rows].index_add_(0, reached, moved * factor[:, None])
+
+    def add_tokens(
+        self, steps: engine.Rows, tokens: Tensor, along: Tensor, sizes: Tensor, rows: slice
+    ) -> None:
+        """The same where each pattern writes into one row, its token's: [b]."""
+        lengths, largest = sizes[0].numpy(), sizes[1].numpy()
+        self._count(steps, self.sketch[rows][tokens] * along, lengths, largest)
+        for state, reached, factor in self._acting(steps):
+            written = self.written[state][:, rows]
+            written.index_put_((reached, tokens), along * factor, accumulate=True)
+
+    def _count(
+        self, steps: engine.Rows, projected: Tensor, lengths: engine.Reals, largest: engine.Reals
+    ) -> None:
+        low, high = int(steps.min()), int(steps.max()) + 1  # a block knows a few steps of many
+        for sums, numbers in (
+            (self.projections, projected.numpy()),
             (self.gross, lengths),
             (self.squares, lengths**2),
-        ]
-        if signals.shape[1]:
-            found.append((self.largest, (signals.abs().amax(1) * sizes[1]).numpy()))
-        low, high = int(steps.min()), int(steps.max()) + 1  # a block knows a few steps of many
-        for sums, numbers in found:
+            (self.largest, largest),
+        ):
             sums[low:high] += np.bincount(steps - low, numbers, high - low)
-        moved = signals * along[:, None]
+
+    def _acting(self, steps: engine.Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Whether W (0) or m (1), the stop that patterns of these steps act on, and how much."""
         for stretch, factors in self.slots:
             reached = torch.from_numpy(stretch[steps])
             for state in range(2):
                 factor = torch.from_numpy(factors[steps, state])
                 if bool((factor != 0).any()):
-                    written = self.written[state][:, rows]
-                    written.index_add_(0, reached, moved * factor[:, None])
+                    yield state, reached, factor
 
     def applied_projections(self) -> engine.Reals:
         """u·(grad v) of every step by the patterns: carried over and scaled as training did."""
         seen = self.log.kappa * carried(self.projections, self.log)
         result: engine.Reals = np.where(self.log.applied, seen, 0.0)
         return result
+
+    def as_rounded(self) -> tuple[ParameterLog, engine.Reals, engine.Reals]:
+        """What rounding depends on: a log in which unrecorded gradients act like any other.
+
+        With it u·(grad v) of every step, and about the size of an entry of each unrecorded
+        gradient (one projection may miss it: at least their root mean square), 0 elsewhere.
+        """
+        if not self.unrecorded.any():
+            return self.log, self.applied_projections(), np.zeros(len(self.log))
+        log = replace(self.log, kappa=np.where(self.unrecorded, 1.0, self.log.kappa))
+        applied = np.where(self.unrecorded, self.seen, self.applied_projections())
+        typical = sqrt(float(np.mean(self.seen[self.unrecorded] ** 2)))
+        sizes = np.where(self.unrecorded, np.maximum(np.abs(self.seen), typical), 0.0)
+        return log, applied, sizes
 
 
 def tallies(
@@ -111,10 +152,11 @@ def tallies(
             for parameter, factor in factors.items():
                 if factor is not None:
                     values = part.error_signals * torch.from_numpy(factor[part.rows])[:, None]
-                    is_weight = parameter == layer.weight
-                    rebuilt[parameter][layer.rows_of(parameter)] += (
-                        values.T @ part.keys if is_weight else values.sum(0)
-                    )
+                    place = rebuilt[parameter][layer.rows_of(parameter)]
+                    if parameter == layer.weight:
+                        write(layer.kind, place, part.keys, values)
+                    else:
+                        place += values.sum(0)
             done += len(part.rows)
             if progress is not None:
                 progress(done, total)
@@ -136,9 +178,16 @@ def _add_block(
     if layer.weight in tallies:
         sums = tallies[layer.weight]
         typical = float(sums.probe.norm()) / sqrt(max(1, len(sums.probe)))
-        sizes = torch.stack([part.keys.norm(dim=1) * typical, part.keys.abs().amax(1)])
-        along = part.keys @ sums.probe
-        sums.add(steps, part.error_signals, along, sizes, layer.rows_of(layer.weight))
+        rows, others = part.error_signals, part.keys
+        if layer.kind != "linear":
+            rows, others = others, rows
+        sizes = torch.stack([others.norm(dim=1) * typical, others.abs().amax(1)])
+        along = others @ sums.probe
+        place = layer.rows_of(layer.weight)
+        if layer.kind == "embedding":
+            sums.add_tokens(steps, rows[:, 0].long(), along, sizes, place)
+        else:
+            sums.add(steps, rows, along, sizes, place)
     if layer.bias is not None and layer.bias in tallies:
         sums = tallies[layer.bias]
         constant = sums.probe.expand(len(steps))
@@ -163,6 +212,28 @@ def _add_gradients(view: View, sums: Tally) -> None:
         steps = np.array([step for step, _ in block], dtype=np.int64)
         ones = torch.ones(len(block), dtype=torch.float64)
         sums.add(steps, torch.stack(projections), ones, torch.tensor(sizes, dtype=torch.float64).T)
+
+
+def _without_unrecorded(
+    view: View, parameter: str, fingerprints: Sequence[Fingerprint]
+) -> list[Fingerprint]:
+    """The fingerprints where U is known, without its share: what patterns have to lead to."""
+    memory, found = view.memory, []
+    probe = memory.probe(parameter).double()
+    kept, moved = memory.unrecorded_steps(parameter), memory.is_unrecorded(parameter)
+    for seen in fingerprints:
+        if seen.step in kept or not moved[: seen.step].any():
+            parts = memory.unrecorded(parameter, seen.step)
+            weights, momentum = (p.reshape(len(seen.values[parameter]), -1) @ probe for p in parts)
+            own = {parameter: seen.values[parameter].double() - weights}
+            buffer = seen.momentum.get(parameter)
+            left = {} if buffer is None else {parameter: buffer.double() - momentum}
+            found.append(Fingerprint(seen.step, own, left))
+    return found
+
+
+def _rms(vector: Tensor) -> float:
+    return float(vector.double().norm()) / sqrt(max(vector.numel(), 1))
 
 
 def _slots(found: list[Stretch], steps: int) -> list[tuple[engine.Rows, engine.Reals]]:

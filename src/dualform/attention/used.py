@@ -17,8 +17,6 @@ from dualform.layers.multihead import as_given, batch_in, is_attention, projecti
 from dualform.layers.uses import Graph, Use, tensors_in
 from dualform.memory import LayerMemory
 
-Leaves = dict[Node, tuple[str, tuple[int, ...]]]
-
 
 class Uses:
     """Collects what some layers are multiplied with while a network runs with gradients on.
@@ -30,7 +28,8 @@ class Uses:
         self._layers = layers
         self._found: dict[str, list[tuple[int, Tensor]]] = {layer.name: [] for layer in layers}
         self._seen: set[Node] = set()
-        self._leaves: Leaves = {}
+        self._asking = False
+        self._leaves: dict[Node, tuple[str, tuple[int, ...]]] = {}
         for name in {p for la in layers for p in (la.weight, la.bias) if p is not None}:
             leaf = state[name].requires_grad_()
             self._leaves[get_gradient_edge(leaf).node] = name, tuple(leaf.shape)
@@ -44,6 +43,8 @@ class Uses:
         ]
 
     def _look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._asking:  # a checkpoint runs its part again
+            return
         batch = batch_in(module, args, kwargs)
         for use in projections(args, kwargs, output, self._leaves):
             self._take(use, lambda rows: rows if batch is None else as_given(batch, rows))
@@ -61,19 +62,24 @@ class Uses:
     def _take(self, use: Use, ordered: Callable[[Tensor], Tensor]) -> None:
         self._seen.add(use.node)
         layer = self._layer(use)
-        if layer is not None and use.key is not None:
+        if layer is not None and use.key.can_be_read:
             found: Any = use.node
-            self._found[layer.name].append((found._sequence_nr(), ordered(use.key)))
+            self._asking = True
+            try:
+                rows = ordered(use.key.read())
+            finally:
+                self._asking = False
+            self._found[layer.name].append((found._sequence_nr(), rows))
 
     def _layer(self, use: Use) -> LayerMemory | None:
         """The layer a use is of: the very one, or one of which it is a part (or the reverse)."""
-        start, stop = use.weight.start, use.weight.stop
-        own = [la for la in self._layers if la.weight == use.weight.parameter]
+        parameter, start, stop = use.weight.parameter, use.weight.start, use.weight.stop
+        own = [la for la in self._layers if (la.kind, la.weight) == (use.kind, parameter)]
         bias = None if use.bias is None else use.bias.parameter
         very = [
             la
             for la in own
-            if la.bias == bias and (la.offset, la.offset + la.out_features) == (start, stop)
+            if la.bias == bias and (la.offset, la.offset + la.shape[0]) == (start, stop)
         ]
-        inside = [la for la in own if la.offset < stop and start < la.offset + la.out_features]
+        inside = [la for la in own if la.offset < stop and start < la.offset + la.shape[0]]
         return next(iter([*very, *inside]), None)

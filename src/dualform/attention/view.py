@@ -1,8 +1,9 @@
 """One network out of a recorded run, as numbers: the run at some step, under some masks.
 
-Every parameter is a *base* (what no pattern accounts for: a W_0 + h m_0, or all of it where the
-parameter has no pattern resolution) plus the sum over the patterns that wrote into it. This file
-says which base, which patterns and with which coefficients; `engine.py` does the summing.
+Every parameter is a *base* (what no pattern accounts for: a W_0 + h m_0, what unrecorded steps
+wrote, or all of it where the parameter has no pattern resolution) plus the sum over the patterns
+that wrote into it. This file says which base, which patterns and with which coefficients;
+`engine.py` does the summing.
 
 Why it is hard: weight and bias of one layer follow different rules, several layers may share one
 parameter, and some parameters were only accounted for step by step. All of that ends here.
@@ -19,6 +20,7 @@ from dualform.attention.group_matrices import are_worth_having, columns_of, grou
 from dualform.attention.masks import Mask, row_weights
 from dualform.attention.rounding import as_computed
 from dualform.errors import QueryError
+from dualform.layers.kinds import multiply
 from dualform.learning_rules import Coefficients, ParameterLog, coefficients
 from dualform.memory import LayerMemory, Memory
 from dualform.memory.description import RESOLVED
@@ -104,12 +106,23 @@ class View:
                 total += factors[step] * applied.double()
         return total
 
+    def unrecorded(self, parameter: str) -> Tensor | None:
+        """U, what the steps wrote whose patterns were not kept (`every=k`), float64.
+
+        None if every step was recorded, or if it is dropped.
+        """
+        known = self.memory.parameters[parameter]
+        if self.memory.every == 1 or known.coverage != "patterns":
+            return None
+        if self.drops_unresolved(parameter):
+            return None
+        return self.memory.unrecorded(parameter, self.at)[0]
+
     def base(self, parameter: str) -> Tensor:
         """Everything in the parameter that no pattern accounts for, float64."""
         initial, momentum = self.initial_parts(parameter)
-        unresolved = self.unresolved(parameter)
         base = initial.clone()  # the caller may add to it
-        for part in (momentum, unresolved):
+        for part in (momentum, self.unresolved(parameter), self.unrecorded(parameter)):
             if part is not None:
                 base += part
         return base
@@ -184,7 +197,8 @@ class View:
 
     def output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
         """The layer's output by the rebuilt weights: [n, d_in] -> [n, d_out], float64."""
-        output = queries.double() @ self.weights[layer.weight][layer.rows_of(layer.weight)].T
+        own = self.weights[layer.weight][layer.rows_of(layer.weight)]
+        output = multiply(layer.kind, own, queries.double())
         if layer.bias is not None:
             output = output + self.weights[layer.bias][layer.rows_of(layer.bias)]
         return output
@@ -192,14 +206,25 @@ class View:
     def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
         """The layer's output as attention, literally: base·q + Σ_t w_t c_t (x_t·q) δ_t + bias.
 
-        queries [n, d_in] float64 -> [n, d_out] float64.
+        queries [n, d_in] float64 -> [n, d_out] float64. What a layer of another kind wrote into a
+        shared weight (an embedding into the layer it is tied to) is summed into a matrix first.
         """
-        output = queries @ self.base(layer.weight)[layer.rows_of(layer.weight)].T
+        own = self.base(layer.weight)[layer.rows_of(layer.weight)]
+        output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
         for writer in self.writers(layer.weight):
             factors = self.row_coefficients(writer, layer.weight)
-            if factors is not None:
-                written, here = shared_rows(writer, layer, layer.weight)
+            if factors is None:
+                continue
+            written, here = shared_rows(writer, layer, layer.weight)
+            if writer.kind == layer.kind == "linear":
                 output[:, here] += engine.dual_outputs(writer, factors, queries)[:, written]
+            elif writer.kind == layer.kind and writer.shape == layer.shape:
+                output += engine.dual_outputs(writer, factors, queries)
+            else:
+                matrix, _ = engine.learned(writer, factors)
+                assert matrix is not None
+                own[here] += matrix[written]
+        output += multiply(layer.kind, own, queries)
         if layer.bias is not None:
             output = output + self.base(layer.bias)[layer.rows_of(layer.bias)]
             for writer in self.writers(layer.bias):
@@ -215,7 +240,7 @@ class View:
 
 
 def shared_rows(writer: LayerMemory, layer: LayerMemory, parameter: str) -> tuple[slice, slice]:
-    """Where two layers of one parameter overlap: in the writer's outputs, and in the layer's."""
+    """Where two layers of one parameter overlap: in the writer's rows of it, and in the layer's."""
     one, two = writer.rows_of(parameter), layer.rows_of(parameter)
     start = max(one.start, two.start)
     end = max(start, min(one.stop, two.stop))

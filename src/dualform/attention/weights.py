@@ -56,6 +56,8 @@ def all_weights(
 
     `of="error_signals"` gives δ·g instead, for directions g in place of queries.
     """
+    if of == "keys" and layer.kind == "embedding":
+        return _of_tokens(layer, queries, included)
     distinct = layer.distinct if of == "keys" else None
     if distinct is not None:  # keys that recur are weighed once
         rows = (Rows(start, keys) for start, keys in distinct.blocks(_size(layer)))
@@ -69,6 +71,14 @@ def all_weights(
     if included is not None:
         out[:, ~included] = 0.0
     return out
+
+
+def _of_tokens(
+    layer: LayerMemory, queries: Tensor, included: NDArray[np.bool_] | None
+) -> engine.Reals:
+    """An embedding's: 1 where a pattern is of the query's token, else 0."""
+    same = queries.double().numpy() == layer.keys[:, 0].numpy()
+    return np.where(same if included is None else same & included, 1.0, 0.0)
 
 
 class Rows(NamedTuple):
@@ -158,7 +168,7 @@ def _by_rows(keys: Tensor, queries: Tensor, out: engine.Reals) -> None:
 
 def _size(layer: LayerMemory) -> int:
     """Patterns per block: 16-bit keys are widened block by block, better in the cache."""
-    return max(1, CACHED // layer.in_features) if layer.stored_eps else engine.BLOCK
+    return max(1, CACHED // layer.key_width) if layer.stored_eps else engine.BLOCK
 
 
 def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray[np.float64]:
@@ -182,6 +192,8 @@ def refuse(layer: LayerMemory, start: int, stop: int, of: str = "keys") -> None:
 
 def norms(layer: LayerMemory) -> engine.Reals:
     """‖x‖ of every pattern, [T] float64; keys must be finite numbers."""
+    if layer.kind == "embedding":
+        return np.ones(layer.rows)
 
     def build() -> dict[str, Tensor]:
         distinct = layer.distinct

@@ -68,6 +68,11 @@ def compact(
     source = SourceMemory.reopen(memory.path if isinstance(memory, Memory) else Path(memory))
     path = Path(destination)
     _refuse_destination(source, path, overwrite)
+    if source.every > 1:
+        raise RecordingError(
+            f"{source.path} holds the patterns of one of every {source.every} steps; converting "
+            "such a memory is not possible yet. Keep it as it is"
+        )
     choices = choose(source, layers, error_signals, dtype, rank)
     ends = _kept_ends(source, snapshot_every)
     stages = _Stages(progress)

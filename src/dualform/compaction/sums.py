@@ -110,11 +110,11 @@ class LearnedSums:
         return total
 
     def learned_by(self, layer: LayerMemory) -> Tensor:
-        """What one layer's patterns have written into its weight, float64 [d_out, d_in]."""
+        """What one layer's patterns have written into its part of its weight, float64."""
         state = self._states.get((layer.name, layer.weight))
         if state is not None:
             return state[0]
-        return torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
+        return torch.zeros(layer.shape, dtype=torch.float64)
 
 
 class _Sizes:
@@ -136,8 +136,16 @@ class _Sizes:
             keys = part.keys if is_weight else torch.ones(len(signals), 1, dtype=torch.float64)
             if not signals.numel() or not keys.numel():
                 continue
+            if is_weight and layer.kind == "embedding":  # a one at the token's place
+                along = sketch[keys[:, 0].long()]
+                keys = torch.ones(len(signals), 1, dtype=torch.float64)
+                projected = along * (signals @ probe)
+            elif is_weight and layer.kind == "transposed":
+                projected = (keys @ sketch) * (signals @ probe)
+            else:
+                projected = (signals @ sketch) * (keys @ probe)
             for name, numbers in (
-                ("projection", (signals @ sketch) * (keys @ probe)),
+                ("projection", projected),
                 ("squares", (signals.norm(dim=1) * keys.norm(dim=1) * typical).square()),
                 ("largest", signals.abs().amax(1) * keys.abs().amax(1)),
             ):

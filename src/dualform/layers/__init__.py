@@ -4,7 +4,8 @@ Recording and attention both need it, and they must agree to the last row, so it
 """
 
 from dualform.layers.choosing import NamePatterns, chosen_names, is_chosen
-from dualform.layers.linear import ROOT_NAME, Layer, as_patterns, find_layers, is_recordable
+from dualform.layers.finding import ROOT_NAME, Layer, find_layers, is_recordable
+from dualform.layers.kinds import as_patterns, flattened, leading_shape
 
 __all__ = [
     "ROOT_NAME",
@@ -13,6 +14,8 @@ __all__ = [
     "as_patterns",
     "chosen_names",
     "find_layers",
+    "flattened",
     "is_chosen",
     "is_recordable",
+    "leading_shape",
 ]

@@ -25,21 +25,28 @@ def is_chosen(name: str, patterns: NamePatterns) -> bool:
 
 
 def chosen_names(
-    names: Iterable[str], patterns: NamePatterns, option: str, others: Iterable[str] = ()
+    names: Iterable[str],
+    patterns: NamePatterns,
+    option: str,
+    others: Iterable[str] = (),
+    *,
+    none: bool = False,
 ) -> list[str]:
     """The names that match, in their own order; `option` is what the user called the patterns.
 
-    `others` are names that may come up later: a pattern may mean them alone.
+    `others` are names that may come up later: a pattern may mean them alone. `none`: whether an
+    empty list is a choice.
     """
     known = list(names)
     if patterns is None:
         return known
-    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    listed = [patterns] if isinstance(patterns, str) else patterns
     possible = [*known, *others]
-    if not listed or not all(isinstance(p, str) for p in listed):
+    names_given = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
+    if not names_given or not (listed or none):
         raise RecordingError(
             f"{option}={patterns!r} was given; expected a layer's name, a pattern such as 'fc*', "
-            "or a list of them"
+            f"or a list of them{' ([] for none)' if none else ''}"
         )
     for pattern in listed:
         if not any(fnmatchcase(name, pattern) for name in possible):

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from dualform.layers.saved import Saved
+
 Edge = tuple[Node, int]
 """A node and which of its inputs."""
 
@@ -29,6 +31,12 @@ UNFOLDED = frozenset({"ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward4"
 """What gives the rows of a product the leading shape of its input."""
 
 WHOLE = (1 << 63) - 1
+
+TOKENS = (torch.int64, torch.int32)
+"""What tokens come in; an index of another type means something else."""
+
+Leaves = Mapping[Node, tuple[str, tuple[int, ...]]]
+"""Parameters at the ends of a graph: their nodes, with name and shape."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +54,32 @@ class Part:
 class Use:
     """One product of a weight (some rows of a parameter) with an input, and its bias.
 
-    `key` [n, d_in] is None where it is not at hand: an activation checkpoint keeps it back. A
-    hook on `end` gets the error signal [..., d_out] (`flipped`: transposed) before anything is
-    added to the gradient of weight or bias, one on `unfolded` its leading shape.
+    `kind` is the kind of layer it makes. `key` gives the input [n, d_in] (of a look-up the tokens,
+    [n, 1]); an activation checkpoint computes it anew when it is asked. A hook on `end` gets the
+    error signal [..., d_out] (`flipped`: transposed) before anything is added to the gradient of
+    weight or bias, one on `unfolded` its leading shape. `padding` is a token that writes nothing.
     """
 
+    kind: str
     weight: Part
     bias: Part | None
     node: Node
     end: Node
     unfolded: Node | None
-    key: Tensor | None
+    key: Saved
     flipped: bool
     edges: tuple[Edge, ...]
+    padding: int | None = None
+
+    @property
+    def parameter(self) -> str:
+        return self.weight.parameter
+
+    @property
+    def nodes(self) -> list[Node]:
+        """By which it may be known: an output's own node is one of them."""
+        unfolded = [] if self.unfolded is None else [self.unfolded]
+        return [self.node, *unfolded, *(node for node, _ in self.edges)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +93,10 @@ class Unknown:
     @property
     def name(self) -> str:
         return str(self.node.name())
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [self.node, *([] if self.unfolded is None else [self.unfolded])]
 
 
 class Graph:
@@ -98,7 +123,7 @@ class Graph:
                 else:
                     users.append((node, slot, number))
 
-    def uses(self, leaves: Mapping[Node, tuple[str, tuple[int, ...]]]) -> Iterator[Use | Unknown]:
+    def uses(self, leaves: Leaves) -> Iterator[Use | Unknown]:
         """Every use of the parameters at these leaves: products, and what is none of them.
 
         A leaf is a parameter's node with its name and shape. Vectors are biases: they come with
@@ -113,7 +138,7 @@ class Graph:
                 vectors.append((leaf, Part(name, 0, shape[0] if shape else 1, is_vector=True)))
                 continue
             for node, slot, part in self._consumers(leaf, Part(name, 0, shape[0])):
-                use = None if part is None else self._product(node, slot, part, leaves)
+                use = None if part is None else self._use(node, slot, part, shape[1], leaves)
                 if use is None:
                     yield Unknown(name, node, None)
                     continue
@@ -136,27 +161,33 @@ class Graph:
                 else:
                     yield user, slot, seen
 
+    def _use(self, node: Node, slot: int, part: Part, columns: int, leaves: Leaves) -> Use | None:
+        """The product or look-up a node is, if it is one; `columns` are those of the parameter."""
+        if node.name() == "EmbeddingBackward0":
+            return _look_up(node, slot, part)
+        if node.name() in ("IndexBackward0", "IndexSelectBackward0"):
+            return _indexed(node, slot, part)
+        return self._product(node, slot, part, columns, leaves)
+
     def _product(
-        self, node: Node, slot: int, part: Part, leaves: Mapping[Node, tuple[str, tuple[int, ...]]]
+        self, node: Node, slot: int, part: Part, columns: int, leaves: Leaves
     ) -> Use | None:
         found: Any = node
         name = node.name()
         bias: Part | None = None
         edges: list[Edge] = [(node, slot)]
-        flipped = False
-        if name == "AddmmBackward0" and slot == 2 and part.transposed:
+        flipped = name == "MmBackward0" and slot == 0  # the weight comes first: W x
+        if name == "AddmmBackward0" and slot == 2:
             if found._saved_alpha != 1 or found._saved_beta != 1:
                 return None
-            key = _saved(node, "mat1")
+            key = Saved.by(node, "mat1")
             bias = _source(node.next_functions[0], leaves)
             edges.append((node, 0))
-        elif name == "MmBackward0" and slot == 1 and part.transposed:
-            key = _saved(node, "self")
-        elif name == "MmBackward0" and slot == 0 and not part.transposed:
-            key, flipped = _saved(node, "mat2"), True
-            key = None if key is None else key.T
+        elif name == "MmBackward0":
+            key = Saved.by(node, "mat2", flipped=True) if flipped else Saved.by(node, "self")
         else:
             return None
+        linear = part.transposed is not flipped
         unfolded, end = None if flipped else self._only_user(node, UNFOLDED), node
         if bias is None and name == "MmBackward0" and not flipped:
             top = node if unfolded is None else unfolded
@@ -164,17 +195,17 @@ class Graph:
             if edge is not None:
                 edges.append(edge)
                 end = edge[0]  # the bias gets its gradient before the product's turn comes
-        if bias is not None and bias.stop - bias.start != part.stop - part.start:
+        outputs = part.stop - part.start if linear else columns
+        if bias is not None and bias.stop - bias.start != outputs:
             return None
-        return Use(part, bias, node, end, unfolded, key, flipped, tuple(edges))
+        kind = "linear" if linear else "transposed"
+        return Use(kind, part, bias, node, end, unfolded, key, flipped, tuple(edges))
 
     def _only_user(self, node: Node, names: Collection[str]) -> Node | None:
         users = self._users.get(node, ())
         return users[0][0] if len(users) == 1 and users[0][0].name() in names else None
 
-    def _added(
-        self, node: Node, leaves: Mapping[Node, tuple[str, tuple[int, ...]]]
-    ) -> tuple[Part | None, Edge | None]:
+    def _added(self, node: Node, leaves: Leaves) -> tuple[Part | None, Edge | None]:
         """A bias that is added to the result of a product, and by which input of which node."""
         added: Any = self._only_user(node, ("AddBackward0",))
         if added is None or added._saved_alpha != 1:
@@ -187,9 +218,30 @@ class Graph:
         return None, None
 
 
-def _source(
-    edge: tuple[Node | None, int], leaves: Mapping[Node, tuple[str, tuple[int, ...]]]
-) -> Part | None:
+def _look_up(node: Any, slot: int, part: Part) -> Use | None:
+    if slot or part.transposed or node._saved_sparse or node._saved_scale_grad_by_freq:
+        return None
+    tokens, padding = Saved.by(node, "indices", tokens=True), _signed(node._saved_padding_idx)
+    edges = ((node, 0),)
+    return Use("embedding", part, None, node, node, None, tokens, False, edges, padding)
+
+
+def _indexed(node: Any, slot: int, part: Part) -> Use | None:
+    """A look-up by indexing, `weight[tokens]`: one index, of whole numbers, into the rows."""
+    name = "indices" if node.name() == "IndexBackward0" else "index"
+    raw = getattr(node, f"_raw_saved_{name}")
+    several = raw if isinstance(raw, tuple) else (raw,)
+    if slot or part.transposed or len(several) != 1 or several[0].unpack_hook is not None:
+        return None
+    index = getattr(node, f"_saved_{name}")
+    index = index[0] if isinstance(index, tuple) else index
+    if index.dtype not in TOKENS or (name == "index" and _dim(node._saved_dim, part)):
+        return None
+    tokens = Saved(index % (part.stop - part.start), tokens=True)  # negative: from the end
+    return Use("embedding", part, None, node, node, None, tokens, False, ((node, 0),))
+
+
+def _source(edge: tuple[Node | None, int], leaves: Leaves) -> Part | None:
     """The vector (or some of its entries) that an edge comes from, through views of it."""
     path: list[tuple[Node, int]] = []
     node, number = edge
@@ -281,15 +333,6 @@ VIEWS: dict[str, Callable[[Any, int, Part], Part | None]] = {
     "SplitWithSizesBackward0": _split,
     "SliceBackward0": _slice,
 } | {name: lambda node, number, part: part for name in SAME}
-
-
-def _saved(node: Any, name: str) -> Tensor | None:
-    """What a node has saved; None if hooks (a checkpoint) would have to bring it back."""
-    saved = getattr(node, f"_raw_saved_{name}")
-    if saved.unpack_hook is not None:
-        return None
-    tensor: Tensor | None = getattr(node, f"_saved_{name}")
-    return None if tensor is None else tensor.detach()
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:

@@ -10,8 +10,9 @@ coordinates of every pattern (step, example, label, ...) and the `where` conditi
 """
 
 from dualform.memory.description import Buffer, Conversion, Parameter, Phase
+from dualform.memory.fingerprint import Fingerprint
 from dualform.memory.layer import Block, LayerMemory
-from dualform.memory.memory import Fingerprint, Memory
+from dualform.memory.memory import Memory
 from dualform.memory.patterns import Patterns
 
 __all__ = [

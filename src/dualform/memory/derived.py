@@ -13,12 +13,14 @@ checksum, which covers names, types, shapes and the version that computed it as 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,10 @@ from torch import Tensor
 
 from dualform.errors import MemoryFileError
 from dualform.memory.checksums import crc32
+from dualform.memory.files import DERIVED, canonical
 from dualform.memory.tensor_files import TensorFile, tensor_bytes, write_tensor_file
 from dualform.version import __version__
 
-DERIVED = "derived"
 STATE = re.compile(r"[0-9a-f]{16}", re.ASCII)
 """What the directory of one state of the manifest is called."""
 
@@ -43,10 +45,17 @@ _logger = logging.getLogger("dualform")
 class Derived:
     """The derived tables of a memory in one state; `keep=False` only reads what is there."""
 
-    def __init__(self, run: Path, manifest_hash: str, *, keep: bool = True) -> None:
-        self.path = run / DERIVED / manifest_hash[:16]
-        self._hash = manifest_hash
-        self._keep = keep
+    def __init__(self, run: Path, manifest: dict[str, Any], *, keep: bool = True) -> None:
+        self._run, self._manifest, self._keep = run, manifest, keep
+
+    @cached_property
+    def _hash(self) -> str:
+        return hashlib.sha256(canonical(self._manifest)).hexdigest()
+
+    @property
+    def path(self) -> Path:
+        """Where the tables of this state lie, if there are any."""
+        return self._run / DERIVED / self._hash[:16]
 
     def load(self, name: str, *, about: str) -> dict[str, Tensor] | None:
         """A table by its name, None if there is none that can be believed.

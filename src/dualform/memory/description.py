@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from dualform.layers import Layer
+from dualform.layers.kinds import KINDS as LAYER_KINDS
+from dualform.layers.kinds import parameter_shape
 from dualform.memory.files import count, numbered_file, text
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import WrittenFile
@@ -23,7 +25,6 @@ RESOLVED = ("patterns", "compacted")
 """Coverages by what layers hold: keys and error signals."""
 
 KINDS = ("int", "float", "bool", "string")
-LAYER_KINDS = ("linear",)
 T = TypeVar("T")
 
 
@@ -150,6 +151,7 @@ class Description:
         self.environment = {str(k): v for k, v in manifest["environment"].items()}
         self.initial = WrittenFile.from_json(manifest["initial"])
         self.snapshots = {count(e["step"]): numbered_file(e) for e in manifest["snapshots"]}
+        self.every = count(manifest.get("every", 1))
         self.phases = tuple(Phase.from_json(entry) for entry in manifest.get("phases", ()))
         self.conversions = tuple(map(Conversion.from_json, manifest.get("conversions", ())))
 
@@ -159,21 +161,24 @@ class Description:
             raise ValueError("the columns are not of known kinds")
         for described in self.layers.values():
             layer = described.layer
+            height, width = parameter_shape(layer.kind, layer.in_features, layer.out_features)
             inside: dict[str, tuple[int, tuple[int, ...]]] = {
-                layer.weight: (layer.offset, (layer.in_features,))
+                layer.weight: (layer.offset + height, (width,))
             }
             if layer.bias is not None:
-                inside[layer.bias] = layer.bias_offset, ()
-            for name, (offset, rest) in inside.items():
+                inside[layer.bias] = layer.bias_offset + layer.out_features, ()
+            for name, (end, rest) in inside.items():
                 rows, *columns = self.parameters[name].shape or (0,)
-                if tuple(columns) != rest or offset + layer.out_features > rows:
+                if tuple(columns) != rest or end > rows:
                     raise ValueError(f"layer {layer.name!r} does not fit its parameter {name!r}")
                 if not described.error_signals and self.parameters[name].coverage in RESOLVED:
                     raise ValueError(f"{name!r} lacks the error signals of layer {layer.name!r}")
             self._agree_on_rank(described, segments)
+        if not self.every:
+            raise ValueError("no step at all is said to be recorded")
         expected = 0
         for segment in segments:
-            if segment.first_step != expected or not segment.steps:
+            if segment.first_step != expected or not segment.is_consistent:
                 raise ValueError(f"segment {segment.path.name} does not follow the one before")
             expected = segment.end
         if expected != self.steps:

@@ -32,7 +32,6 @@ import numpy as np
 
 from dualform.errors import MemoryFileError
 from dualform.memory.checksums import crc32
-from dualform.memory.derived import DERIVED
 from dualform.memory.liveness import LOCK, PROGRESS
 from dualform.memory.tensor_files import TensorFile as TensorFile
 from dualform.memory.tensor_files import WrittenFile
@@ -45,6 +44,7 @@ TEMPORARY = MANIFEST + ".tmp"
 INITIAL = "initial.safetensors"
 SEGMENTS = "segments"
 SNAPSHOTS = "snapshots"
+DERIVED = "derived"
 OWN_NAMES = frozenset({MANIFEST, TEMPORARY, INITIAL, SEGMENTS, SNAPSHOTS, PROGRESS, LOCK, DERIVED})
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` and `snapshots` are called."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import QueryError
+from dualform.layers.kinds import key_width, parameter_shape
 from dualform.memory.derived import Derived
 from dualform.memory.description import DescribedLayer
 from dualform.memory.distinct import DistinctKeys
@@ -40,7 +41,7 @@ class Block:
 
     @cached_property
     def keys(self) -> Tensor | None:
-        """[rows, d_in], in the dtype of training; None if not asked for."""
+        """[rows, d_in], in the dtype of training (tokens: [rows, 1]); None if not asked for."""
         return None if self._keys is None else self._keys()
 
     @property
@@ -89,6 +90,8 @@ class LayerMemory:
         self.bias = layer.bias
         self.in_features = layer.in_features
         self.out_features = layer.out_features
+        self.key_width = key_width(layer.kind, layer.in_features)
+        self.shape = parameter_shape(layer.kind, layer.in_features, layer.out_features)
         self.dtype, self.stored = described.dtype, described.stored
         self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
@@ -100,8 +103,9 @@ class LayerMemory:
 
     def rows_of(self, parameter: str) -> slice:
         """Which rows of its weight (or entries of its bias) the layer uses: all, or a part."""
-        start = self.offset if parameter == self.weight else self.bias_offset
-        return slice(start, start + self.out_features)
+        if parameter == self.weight:
+            return slice(self.offset, self.offset + self.shape[0])
+        return slice(self.bias_offset, self.bias_offset + self.out_features)
 
     @cached_property
     def rows(self) -> int:
@@ -114,9 +118,10 @@ class LayerMemory:
     def __repr__(self) -> str:
         signals = f"error signals of {self.out_features}"
         signals = signals if self.has_error_signals else "no error signals"
+        keys = "tokens of" if self.kind == "embedding" else "keys of"
         return (
             f"LayerMemory({self.name!r}: {self.rows:,} {self.note or 'patterns'}, "
-            f"keys of {self.in_features}, {signals}, {str(self.stored).removeprefix('torch.')})"
+            f"{keys} {self.in_features}, {signals}, {str(self.stored).removeprefix('torch.')})"
         )
 
     @property
@@ -162,6 +167,9 @@ class LayerMemory:
 
     def _tensor(self, segment: Segment, kind: str) -> Callable[[int, int], Tensor]:
         """A segment's keys or error signals, to be read from row to row."""
+        if kind == "keys" and self.kind == "embedding":
+            tokens = segment.tokens(self.name, self.in_features)
+            return lambda low, high: tokens[low:high]
         width = self.in_features if kind == "keys" else self.out_features
         if kind == "keys" and segment.references(self.name) is not None:
             numbers = self.recurring.of_segment(segment)
@@ -196,9 +204,13 @@ class LayerMemory:
 
     @property
     def keys(self) -> Tensor:
-        """Every key x_t, [T, d_in], in RAM; for large memories use `blocks`."""
+        """Every key x_t, [T, d_in], in RAM; for large memories use `blocks`.
+
+        Those of an embedding, single ones among zeros, as tokens: int64, [T, 1].
+        """
         blocks = [b.keys for b in self.blocks(1 << 30, error_signals=False) if b.keys is not None]
-        return torch.cat(blocks) if blocks else torch.empty(0, self.in_features, dtype=self.dtype)
+        dtype = torch.int64 if self.kind == "embedding" else self.dtype
+        return torch.cat(blocks) if blocks else torch.empty(0, self.key_width, dtype=dtype)
 
     @property
     def error_signals(self) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
-from dualform.memory import files
-from dualform.memory.derived import Derived
+from dualform.memory import derived, files
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
+from dualform.memory.fingerprint import Fingerprint
 from dualform.memory.layer import COMPACTED, LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.patterns import Patterns
@@ -32,15 +31,6 @@ from dualform.memory.segments import Segment
 
 Callback = Callable[[int, int], None]
 """Progress: called with (done, total)."""
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """Float64 projections of every parameter (and momentum buffer) after `step` updates."""
-
-    step: int
-    values: Mapping[str, Tensor]
-    momentum: Mapping[str, Tensor]
 
 
 class Memory:
@@ -129,15 +119,9 @@ class Memory:
                 self._segments,
                 patterns,
                 [la.name for la in self._described.layers.values() if la.error_signals],
-                self._derived,
+                derived.Derived(self.path, self._manifest, keep=self.closed),
             )
         return self._opened[name]
-
-    @cached_property
-    def _derived(self) -> Derived:
-        """Tables that readers computed from this very state; kept once it will not change."""
-        state = hashlib.sha256(files.canonical(self._manifest)).hexdigest()
-        return Derived(self.path, state, keep=self.closed)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -246,7 +230,9 @@ class Memory:
 
     def learned_steps(self, parameter: str) -> dict[int, Segment]:
         """The steps at which an accumulated parameter's learned part is kept."""
-        name = f"learned/{parameter}"
+        return self._steps_with(f"learned/{parameter}")
+
+    def _steps_with(self, name: str) -> dict[int, Segment]:
         return {s.end: s for s in self._segments if name in s.file.names}
 
     def sizes(self, parameter: str) -> NDArray[np.float64]:
@@ -271,6 +257,47 @@ class Memory:
             return torch.zeros(known.height, dtype=torch.float64)
         file = self._segments[-1].file
         return file.tensor(f"left_out/{parameter}", (known.height,), torch.float64)
+
+    @property
+    def every(self) -> int:
+        """The patterns of every so many steps are kept: 1, all; 3, of steps 0, 3, 6, …"""
+        return self._described.every
+
+    def is_unrecorded(self, parameter: str) -> NDArray[np.bool_]:
+        """At which steps a parameter with patterns was moved by a gradient that has none."""
+        index = self._index(parameter)
+        parts = [s.log_array("unrecorded", len(self._order))[:, index] for s in self._segments]
+        found: NDArray[np.bool_] = np.concatenate([np.zeros(0), *parts]) != 0
+        return found
+
+    def unrecorded(self, parameter: str, at: int) -> tuple[Tensor, Tensor]:
+        """What the steps without patterns wrote into a parameter and its momentum buffer, float64.
+
+        After `at` updates: U in W = a W_0 + h m_0 + Σ c δ x + U, where patterns are of every k-th
+        step. `QueryError` names the nearest steps at which it is kept, if this is none of them.
+        """
+        self._refuse_beyond(at)
+        shape, moved = self.parameters[parameter].shape, self.is_unrecorded(parameter)[:at]
+        if not moved.any():
+            zeros = torch.zeros(shape, dtype=torch.float64)
+            return zeros, zeros
+        kept = self.unrecorded_steps(parameter)
+        if at not in kept:
+            start = int(np.argmax(moved))
+            near = sorted(sorted([start, *kept], key=lambda s: abs(s - at))[:2])
+            raise QueryError(
+                f"every {self.every} steps were recorded; what the others wrote into {parameter!r} "
+                f"is kept only now and then: step {at} is not among them, the nearest are {near}. "
+                "Ask for one of those, or record with every=1 or a smaller snapshot_every"
+            )
+        file = kept[at].file
+        names = (f"unrecorded/{parameter}", f"unrecorded_momentum/{parameter}")
+        weights, momentum = (file.tensor(name, shape, torch.float64) for name in names)
+        return weights, momentum
+
+    def unrecorded_steps(self, parameter: str) -> dict[int, Segment]:
+        """The steps at which the unrecorded part of a parameter is kept."""
+        return self._steps_with(f"unrecorded/{parameter}")
 
     def buffer(self, name: str, at: int | None = None) -> Tensor:
         """A buffer's value after `at` updates (default: the last recorded one)."""

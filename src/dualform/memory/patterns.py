@@ -127,7 +127,7 @@ class Patterns:
                 f"column {column!r} was asked for, but layer {self._layer!r} has {len(self):,} "
                 f"{self._note}. Ask the memory it was compacted from, or another layer"
             )
-        if column not in self._kinds:
+        if not isinstance(column, str) or column not in self._kinds:
             raise QueryError(
                 f"there is no column {column!r}; the patterns have {', '.join(self.names)}. "
                 "Columns are what recorder.tag(...) was given during training"

@@ -28,6 +28,7 @@ from dualform.memory.memory import Memory
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 
+SUMS = ("learned", "unrecorded", "unrecorded_momentum")
 FINGERPRINTS = ("fingerprints", "momentum_fingerprints")
 OWN_COLUMNS = ("step", "position", "microbatch", "call", "rank")
 Projections = Mapping[str, NDArray[np.float64]]
@@ -146,7 +147,7 @@ def cut_segment(
                     value = f"{name.removesuffix('/step')}/value"
                     tensors.append(tensor_bytes(name, stored[:kept]))
                     tensors.append(tensor_bytes(value, file.tensor(value)[:kept]))
-        elif kind == "learned":
+        elif kind in SUMS:
             pass  # of the segment's end, which is gone
         elif kind in FINGERPRINTS or name == "fingerprint_steps":
             pass  # below, with the new last one

@@ -1,9 +1,10 @@
 """The committed segments of a memory, read as one long run.
 
 A segment holds whole steps: their patterns, the patterns' columns, the optimizer's log, and the
-fingerprints of every parameter after its last step. Everything read here is compared with what the
-manifest says of it: a segment in another's place, a column too short, a step that lies elsewhere is
-an error that names the file, never a wrong number.
+fingerprints of every parameter after its last step. (A segment of no steps adds sums to the one
+before.) Everything read here is compared with what the manifest says of it: a segment in another's
+place, a column too short, a step that lies elsewhere is an error that names the file, never a wrong
+number.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ LOG_TYPES = {
     "fresh": torch.uint8,
     "group": torch.int32,
     "projection": torch.float64,
+    "unrecorded": torch.uint8,
 }
 """What the log keeps of every step and parameter, [S, P]."""
+
+OPTIONAL = {"unrecorded"}
+"""Missing where it would be all zeros."""
 
 
 INTEGERS = (torch.int8, torch.int16, torch.int32)
@@ -57,6 +62,11 @@ class Segment:
         self._rows = {text(name): count(rows) for name, rows in entry["rows"].items()}
         self._file: TensorFile | None = None
         self._tables: dict[str, int] = {}
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether its numbers of steps and patterns go together."""
+        return self.steps > 0 or not self._rows
 
     @property
     def end(self) -> int:
@@ -92,6 +102,8 @@ class Segment:
     def fingerprint_steps(self) -> list[int]:
         """The numbers of updates after which parameters were fingerprinted; the last is `end`."""
         steps = [int(s) for s in self.file.array("fingerprint_steps")]
+        if not self.steps and not steps:
+            return []
         rising = all(a < b for a, b in itertools.pairwise([self.first_step, *steps]))
         if not steps or not rising or steps[-1] != self.end:
             raise MemoryFileError(
@@ -127,6 +139,13 @@ class Segment:
         if not self._refers(layer):
             return None
         return self.file.array(f"{REFERENCES}/{layer}", (self.rows(layer),), torch.int32)
+
+    def tokens(self, layer: str, known: int) -> Tensor:
+        """The keys of an embedding of so many tokens: int64, [rows, 1]."""
+        tokens = self.file.tensor(f"keys/{layer}", (self.rows(layer), 1), torch.int64)
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= known):
+            raise self._wrong(f"keys/{layer} holds tokens outside of 0 to {known - 1}")
+        return tokens
 
     def scales(self, kind: str, layer: str) -> Tensor:
         """What each row of a layer's narrow `kind` is to be multiplied by: float32, [rows]."""
@@ -188,10 +207,16 @@ class Segment:
 
     def log_array(self, name: str, parameters: int) -> NDArray[Any]:
         """One of `LOG_TYPES`, [S, P]."""
+        if not self.steps:
+            return np.zeros((0, parameters))
+        if name in OPTIONAL and f"log/{name}" not in self.file.names:
+            return np.zeros((self.steps, parameters), np.uint8)
         return self.file.array(f"log/{name}", (self.steps, parameters), LOG_TYPES[name])
 
     def log(self, index: int, parameters: int) -> ParameterLog:
         """The log of the parameter at this place in the manifest's list of them."""
+        if not self.steps:
+            return ParameterLog.constant(0)
         columns = {name: self.log_array(name, parameters)[:, index] for name in LOG_TYPES}
         settings = self.file.array("log/hyperparameters", dtype=torch.float64)
         applied = columns["applied"].astype(bool)
@@ -201,6 +226,8 @@ class Segment:
             raise self._wrong(f"its log of hyper-parameters has shape {settings.shape}")
         if ((group < 0) | (group >= settings.shape[1])).any():
             raise self._wrong("its log names a parameter group that is not there")
+        if (applied & (columns["unrecorded"] != 0) & (columns["kappa"] != 0)).any():
+            raise self._wrong("its log gives patterns a part in a step that was not recorded")
         if ((first < 0) | (first > np.arange(self.first_step, self.end))).any():
             raise self._wrong("its log takes patterns from steps that were still to come")
         of_step = settings[np.arange(self.steps), group]

@@ -38,7 +38,10 @@ Array = NDArray[Any]
 
 @dataclass
 class SegmentContent:
-    """Whole steps, ready to be written. `tables` are shared by layers whose rows are alike."""
+    """Whole steps, ready to be written. `tables` are shared by layers whose rows are alike.
+
+    There may be no step at all: then it carries `sums` that the segment before does not have.
+    """
 
     first_step: int
     steps: int
@@ -53,7 +56,8 @@ class SegmentContent:
     strings: dict[str, list[str]] = field(default_factory=dict)
     gradients: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     buffers: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
-    learned: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Learned and unrecorded parts after the last step, under the names they are stored by."""
 
     def tensors(self) -> list[TensorBytes]:
         small: dict[str, Array | Tensor] = {}
@@ -63,7 +67,7 @@ class SegmentContent:
         small["fingerprint_steps"] = self.fingerprint_steps
         small |= {f"fingerprints/{name}": v for name, v in self.fingerprints.items()}
         small |= {f"momentum_fingerprints/{n}": v for n, v in self.momentum_fingerprints.items()}
-        small |= {f"learned/{name}": value for name, value in self.learned.items()}
+        small |= self.sums
         for name, strings in self.strings.items():
             small[f"strings/{name}"] = np.frombuffer(json.dumps(strings).encode(), np.uint8).copy()
         written = [tensor_bytes(name, value) for name, value in small.items()]
@@ -194,6 +198,7 @@ class MemoryWriter:
         path = directory / f"{step:09d}.safetensors"
         written = write_tensor_file(path, tensors, {"step": step}, direct=False)
         files.sync_directory(directory)
+        self._snapshots = [s for s in self._snapshots if s["step"] != step]
         self._snapshots.append(written.to_json() | {"step": step})
 
     def end(self, description: dict[str, Any], *, closed: bool) -> None:

@@ -1,146 +1,108 @@
-"""Accounting for what has no patterns: other trained parameters, and buffers.
+"""Accounting for trained parameters without patterns: which gradients are kept, which summed up.
 
 A norm's gain, an embedding, a parameter used in functional code: its gradient is kept as the
 optimizer used it, step by step, as long as the byte budget lasts. Beyond it only the learned part
-is kept: L follows [L, Lm] ← M [L, Lm] + N G in float64, from the gradients alone, and is written
-down every so many steps. Buffers (running statistics) are written down whenever they changed.
+is kept, and written down every so many steps: `sums.py` says how, `accountant.py` who does it. The
+parameters of layers recorded with keys alone, whose gradients may be as large as the layer's
+patterns, are summed up from the start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dualform.errors import RecordingError
-from dualform.recording.audit import Transition
+from dualform.recording.accountant import Account, Accountant
+from dualform.recording.audits import Audits
+from dualform.recording.parameters import Watched
+from dualform.recording.sums import Accumulated
 
 logger = logging.getLogger("dualform")
 
-SMALL_BUFFER = 1 << 16
-"""Up to this many elements a buffer is compared by value at every step, a larger one by version."""
-
-
-@dataclass
-class Accumulated:
-    """A parameter's learned part and that of its momentum buffer, float64."""
-
-    weights: Tensor
-    momentum: Tensor
-
-    def advance(self, transition: Transition, gradient: Tensor) -> None:
-        ww, wm, mw, mm, nw, nm = transition
-        exact = gradient.double()
-        moved = ww * self.weights + wm * self.momentum + nw * exact
-        self.momentum = mw * self.weights + mm * self.momentum + nm * exact
-        self.weights = moved
-
 
 class StepAccounts:
-    """Gradients of parameters without patterns, within a budget of bytes."""
+    """Gradients of parameters without patterns, within a budget of bytes; then their sums."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, audits: Audits, accountant: Accountant) -> None:
         self._left = budget
-        self._states: dict[str, Accumulated] = {}
+        self._audits = audits
+        self._accountant = accountant
         self.since: dict[str, int] = {}
+        """From which step on each parameter without patterns is summed up."""
+        self.unrecorded: list[str] = []
+        """Parameters with patterns, of which some steps are summed up."""
 
-    def restore(self, name: str, kept: int, since: int | None, state: Accumulated | None) -> None:
+    def restore(
+        self, watched: Watched, kept: int, since: int | None, state: Accumulated | None
+    ) -> None:
         """A resumed run: so many bytes are kept of a parameter, or its learned part since then."""
         self._left -= kept
         if state is not None and since is not None:
-            self._states[name], self.since[name] = state, since
+            self.since[watched.name] = since
+            self._open(watched, state)
+
+    def account(self, watched: Watched, step: int) -> Account | None:
+        """The account that sums up a parameter; None while its gradients are kept."""
+        if watched.name not in self.since and watched.keys_alone:
+            self.since[watched.name] = step
+            self._open(watched, Accumulated.nothing(watched.parameter))
+        return self._accountant.accounts.get(watched.name)
+
+    def unrecorded_account(self, watched: Watched) -> Account:
+        """The account that sums up what the steps without patterns wrote into a parameter."""
+        if watched.name not in self.unrecorded:
+            self.restore_unrecorded(watched, Accumulated.nothing(watched.parameter))
+        return self._accountant.accounts[watched.name]
+
+    def restore_unrecorded(self, watched: Watched, state: Accumulated) -> None:
+        """A resumed run: what the steps without patterns wrote so far."""
+        self.unrecorded.append(watched.name)
+        self._open(watched, state, lendable=False)
 
     def keep(
         self,
         step: int,
-        gradients: Mapping[str, Tensor],
-        transitions: Mapping[str, Transition],
-        learned_now: Callable[[str], Accumulated],
+        watched: Watched,
+        gradient: Tensor,
+        learned_now: Callable[[Watched], Accumulated],
     ) -> dict[str, Tensor]:
-        """Called after the update: the gradients to be stored with this step.
+        """Called after the update: the gradient, if it is to be stored with this step.
 
-        The others are accumulated. The first time the budget does not suffice, the learned part so
-        far is taken from the parameter itself (`learned_now`); from then on from gradients alone.
+        The first time the budget does not suffice, the learned part so far is taken from the
+        parameter itself (`learned_now`); from then on from gradients alone.
         """
-        stored = {}
-        for name, gradient in gradients.items():
-            size = gradient.numel() * gradient.element_size()
-            if name in self._states:
-                self._states[name].advance(transitions[name], gradient)
-            elif size <= self._left:
-                self._left -= size
-                stored[name] = gradient
-            else:
-                logger.warning(
-                    "dualform: the step budget is used up; %s is accumulated from step %d on",
-                    name,
-                    step,
-                )
-                self._states[name] = learned_now(name)
-                self.since[name] = step
-        return stored
+        size = gradient.numel() * gradient.element_size()
+        if size <= self._left:
+            self._left -= size
+            return {watched.name: gradient}
+        logger.warning(
+            "dualform: the step budget is used up; %s is accumulated from step %d on",
+            watched.name,
+            step,
+        )
+        self.since[watched.name] = step
+        self._open(watched, learned_now(watched))
+        return {}
 
-    def learned(self) -> dict[str, Tensor]:
-        """The learned part of every accumulated parameter now."""
-        return {name: state.weights.clone() for name, state in self._states.items()}
+    def _open(self, watched: Watched, state: Accumulated, *, lendable: bool = True) -> None:
+        self._audits.leave(watched.audit)
+        self._accountant.open(watched, state, lendable=lendable)
 
+    @property
+    def bytes(self) -> int:
+        """What all sums take."""
+        accounts = self._accountant.accounts
+        counted = [*self.since, *self.unrecorded, *self.unrecorded]  # these have two
+        return sum(8 * accounts[name].watched.parameter.numel() for name in counted)
 
-class BufferWatch:
-    """The model's buffers: their values when recording began, and every change since."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places: dict[str, tuple[nn.Module, str]] = {}
-        for name, _ in model.named_buffers():
-            path, _, own = name.rpartition(".")
-            self._places[name] = model.get_submodule(path), own
-        self.values = {
-            name: module._buffers[own].detach().to("cpu", copy=True)  # type: ignore[union-attr]
-            for name, (module, own) in self._places.items()
-        }
-        self._last = dict(self.values)
-        self._seen: dict[str, tuple[int, int]] = {}
-        self.changed: set[str] = set()
-
-    def restore(self, values: Mapping[str, Tensor], changed: Collection[str]) -> bool:
-        """A resumed run: the values last recorded. False if the model's buffers differ now."""
-        same = all(torch.equal(now, values[name]) for name, now in self.values.items())
-        self._last, self.changed = dict(values), set(changed)
-        return same
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The manifest's entries."""
-        return [
-            {
-                "name": name,
-                "shape": list(value.shape),
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "coverage": "recorded" if name in self.changed else "constant",
-            }
-            for name, value in self.values.items()
-        ]
-
-    def changes(self) -> dict[str, Tensor]:
-        """Every buffer that differs from when this was last asked, as it is now."""
-        changes = {}
-        for name, (module, own) in self._places.items():
-            buffer = module._buffers.get(own)  # a model may put a new tensor in its place
-            if buffer is None:
-                raise RecordingError(f"the buffer {name!r} was taken out of the model")
-            seen = (id(buffer), buffer._version)
-            if buffer.numel() > SMALL_BUFFER and seen == self._seen.get(name):
-                continue
-            self._seen[name] = seen
-            now, known = buffer.detach().cpu(), self._last[name]
-            if now.shape != known.shape or now.dtype != known.dtype:
-                raise RecordingError(
-                    f"the buffer {name!r} was {known.dtype} {list(known.shape)} and is now "
-                    f"{now.dtype} {list(now.shape)}; a memory keeps buffers of one type and shape"
-                )
-            if not torch.equal(now, known):
-                self._last[name] = changes[name] = now.clone()
-        self.changed |= set(changes)
-        return changes
+    def sums(self) -> dict[str, Tensor]:
+        """Every sum now, under the name it is stored by; the accounts must be settled."""
+        accounts, found = self._accountant.accounts, {}
+        for name in self.since:
+            found[f"learned/{name}"] = accounts[name].sum.weights.clone()
+        for name in self.unrecorded:
+            found[f"unrecorded/{name}"] = accounts[name].sum.weights.clone()
+            found[f"unrecorded_momentum/{name}"] = accounts[name].sum.momentum.clone()
+        return found

@@ -36,6 +36,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.layers import Layer
+
 SLACK_GRADIENT = 32.0
 """How many times eps · Σ‖δ‖‖x‖ the two sides of question 1 may differ by."""
 
@@ -320,8 +322,9 @@ class ParameterAudit:
         raise Unexplained(
             f"{relative:.1%} of its gradient is not in the recorded patterns (best factor "
             f"{kappa:.4g}); clipping by norm, loss scaling and accumulation would leave nothing "
-            "over. Was the gradient edited by hand, clipped by value, given noise, or the weight "
-            "used outside its layer?"
+            "over. Was the gradient edited by hand, clipped by value, given noise, the weight used "
+            "outside its layer, or in the loss itself: a penalty on the weight (give the optimizer "
+            "weight_decay instead), a penalty on gradients (create_graph=True)?"
         )
 
     def _entries(self) -> NDArray[np.float64]:
@@ -357,7 +360,6 @@ class ParameterAudit:
         if anchor:
             largest = largest_row(as_matrix(parameter.detach()))
             self.spread = max(self.spread, largest)
-            self.ever = max(self.ever, largest)
         off = float(np.abs(real - self.weights).max(initial=0.0))
         bound = self.weights_bound
         if not off <= bound:
@@ -367,10 +369,15 @@ class ParameterAudit:
                 "optimizer not what it says?"
             )
         if anchor:
-            np.copyto(self.weights, real)
-            self.spread = largest
-            self.travel = self.path = 0.0
-            self.steps = 0
+            self.start_from(real, largest)
+
+    def start_from(self, weights: NDArray[np.float64], largest: float) -> None:
+        """Predict from weights with this fingerprint, whose largest row has this size."""
+        np.copyto(self.weights, weights)
+        self.spread = largest
+        self.ever = max(self.ever, largest)
+        self.travel = self.path = 0.0
+        self.steps = 0
 
     @property
     def weights_bound(self) -> float:
@@ -423,11 +430,15 @@ def _directions(rows: int, width: int, generator: torch.Generator) -> tuple[Tens
     return probe, torch.randn(rows, generator=generator, dtype=torch.float64) / sqrt(rows or 1)
 
 
+PLAIN = Layer("", "linear", "", None, 0, 0)
+"""A layer that is all of its parameters."""
+
+
 class Rows:
     """Patterns as kept for writing, [n, d]. Sizes are seldom needed, and taken when they are.
 
-    Error signals in 16 bits may have `scales` [n]. `dtype` is None where the two are not alike.
-    `offset`: the layer's first row in its weight, `bias_offset`: its first entry in its bias.
+    Error signals in 16 bits may have `scales` [n]. `dtype` is None where the two are not alike;
+    keys that are tokens are like any error signals.
     """
 
     def __init__(
@@ -436,20 +447,17 @@ class Rows:
         keys: Tensor,
         error_signals: Tensor,
         scales: Tensor | None = None,
-        *,
-        offset: int = 0,
-        bias_offset: int = 0,
+        layer: Layer = PLAIN,
     ) -> None:
-        self.step = step
+        self.step, self.layer = step, layer
         self.patterns = len(keys)
         self.keys, self.error_signals, self._scales = keys, error_signals, scales
-        self.offset, self.bias_offset = offset, bias_offset
-        alike = scales is None and keys.dtype == error_signals.dtype
-        self.dtype = keys.dtype if alike else None
+        alike = keys.dtype == error_signals.dtype or not keys.is_floating_point()
+        self.dtype = error_signals.dtype if alike and scales is None else None
 
     @cached_property
     def size_of_keys(self) -> float:
-        return _size(self.keys)
+        return sqrt(self.patterns) if self.layer.kind == "embedding" else _size(self.keys)
 
     @cached_property
     def size_of_error_signals(self) -> float:

@@ -7,6 +7,7 @@ whoever does not give the usual answer is then looked at alone, in `audit.py`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import sqrt
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.layers.kinds import write
 from dualform.recording.audit import (
     EPSILON,
     SNAP,
@@ -34,7 +36,7 @@ class Audits:
     """
 
     def __init__(self, audits: Sequence[ParameterAudit]) -> None:
-        self._audits = list(audits)
+        self._audits, self._moving = list(audits), list(audits)
         self._waiting: list[tuple[ParameterAudit | None, ParameterAudit | None, Rows]] = []
         rows = [len(audit.sketch) for audit in audits]
         self._alike = all(rows) and not any(audit.entrywise for audit in audits)
@@ -61,7 +63,7 @@ class Audits:
         Where the copies are exact they are looked at later, those of all layers in one go: amid a
         backward pass, which has just filled the processor's caches, everything takes twice as long.
         """
-        if keys.dtype == error_signals.dtype == rows.dtype:
+        if error_signals.dtype == rows.dtype and keys.dtype == rows.keys.dtype:
             self._waiting.append((weight, bias, rows))
         else:
             see_patterns(weight, bias, keys, error_signals, rows)
@@ -97,12 +99,17 @@ class Audits:
         """The same step of the learning rule for all of them."""
         change, pull = advance_along(self._weights, self._momentum, self._projected, transition)
         moved = np.add.reduceat(change * change + pull * pull, self._starts)
-        for audit, much in zip(self._audits, moved.tolist(), strict=True):
+        for audit, much in zip(self._moving, moved.tolist(), strict=True):
             audit.count(transition, much)
 
     def settle(self, step: int) -> None:
         for audit in self._audits:
             audit.settle(step)
+
+    def leave(self, audit: ParameterAudit) -> None:
+        """Where its weights should be is followed elsewhere from now on: that it takes with it."""
+        self._moving[self._audits.index(audit)] = copy.copy(audit)  # moves on, to no effect
+        audit.weights, audit.momentum = audit.weights.copy(), audit.momentum.copy()
 
     @property
     def can_advance(self) -> bool:
@@ -145,19 +152,43 @@ def see_patterns(
         return
     eps = EPSILON[error_signals.dtype]
     precise = either.probe.dtype
+    if rows.layer.kind != "linear":
+        _see_transposed(weight, bias, keys, error_signals.to(precise), rows, eps)
+        return
     if keys.dtype != precise or error_signals.dtype != precise:
         keys, error_signals = keys.to(precise), error_signals.to(precise)
     ones_and_keys = either.ones_and(len(keys))
     if weight is None or weight.entrywise:
         sums = ones_and_keys[:1] @ error_signals
         if weight is not None:
-            weight.see((error_signals.T @ keys).reshape(-1), rows, eps, rows.offset)
+            weight.see((error_signals.T @ keys).reshape(-1), rows, eps, rows.layer.offset)
     else:
         torch.mv(keys, weight.probe, out=ones_and_keys[1])
         if error_signals.numel() < TALL:
             sums = torch.mm(ones_and_keys, error_signals)
         else:  # for a product of two rows with many, torch has no good kernel
             sums = torch.stack([error_signals.sum(0), torch.mv(error_signals.T, ones_and_keys[1])])
-        weight.see(sums[1], rows, eps, rows.offset)
+        weight.see(sums[1], rows, eps, rows.layer.offset)
     if bias is not None:
-        bias.see(sums[0], rows, eps, rows.bias_offset)
+        bias.see(sums[0], rows, eps, rows.layer.bias_offset)
+
+
+def _see_transposed(
+    weight: ParameterAudit | None,
+    bias: ParameterAudit | None,
+    keys: Tensor,
+    error_signals: Tensor,
+    rows: Rows,
+    eps: float,
+) -> None:
+    """The same where the key is on the side of the weight's rows: Σ x (δ·v)."""
+    if weight is not None:
+        along = error_signals if weight.entrywise else (error_signals @ weight.probe)[:, None]
+        part = error_signals.new_zeros(rows.layer.height, along.shape[1])
+        if rows.layer.kind != "embedding":
+            keys = keys.to(part.dtype)
+        weight.see(
+            write(rows.layer.kind, part, keys, along).reshape(-1), rows, eps, rows.layer.offset
+        )
+    if bias is not None:
+        bias.see(error_signals.sum(0), rows, eps, rows.layer.bias_offset)

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from dualform.layers import Layer, as_patterns, is_recordable
+from dualform.layers import Layer, as_patterns, flattened, is_recordable, leading_shape
+from dualform.layers.embedding import without_padding
 
 OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
 """Called with layer, keys [n, d_in], error signals [n, d_out], leading shape, context, backward."""
@@ -57,7 +58,7 @@ class Capture:
         self.on_patterns = on_patterns
         self._active = True
         self._forgotten: set[Layer] = set()
-        self._given = {layer for layer, _ in self._layers.values()}
+        self._given = {layer for layer, _ in self._layers.values() if layer.kind == "linear"}
         self.others: dict[int, OnCall] = {}
         """Other modules to look at, by identity, and who does."""
         self.mark: Callable[[Node], None] | None = None
@@ -77,6 +78,10 @@ class Capture:
     def wants(self, layer: Layer) -> bool:
         """Whether patterns of the layer are still of interest."""
         return self._active and layer not in self._forgotten
+
+    def is_used_past_its_module(self, layer: Layer) -> None:
+        """A use that no module's call shows: whether its keys were computed is not known."""
+        self._given.discard(layer)
 
     def is_given(self, layer: Layer) -> bool:
         """Whether training never computed any of the layer's keys: they may come again."""
@@ -111,20 +116,20 @@ class Capture:
             return
         layer, _ = entry
         parameters = module._parameters
-        weight = parameters["weight"]
-        nodes = [
-            self.node(p) for p in (weight, parameters["bias"]) if p is not None and p.requires_grad
-        ]
+        weight, bias = parameters["weight"], parameters.get("bias")
+        nodes = [self.node(p) for p in (weight, bias) if p is not None and p.requires_grad]
         if not nodes or weight is None:
             return
         given = args[0] if args else kwargs["input"]
         if given.requires_grad:
             self._given.discard(layer)
         key = given.detach()
-        if not weight.requires_grad:  # then autograd does not guard it from in-place edits
-            key = key.clone()
-        if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied the rounded input
-            key = key.to(output.dtype)
+        if layer.kind == "linear":
+            if not weight.requires_grad:  # then autograd does not guard it from in-place edits
+                key = key.clone()
+            if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied a rounded input
+                key = key.to(output.dtype)
+        padding = getattr(module, "padding_idx", None)
         if self.mark is not None:
             self.mark(made_by)
         context = self.context(layer)
@@ -137,8 +142,8 @@ class Capture:
                 self.on_patterns(
                     layer,
                     as_patterns(layer.kind, key),
-                    as_patterns(layer.kind, error_signal),
-                    tuple(key.shape[:-1]),
+                    flattened(without_padding(error_signal, key, padding)),
+                    leading_shape(layer.kind, key),
                     context,
                     torch._C._current_graph_task_id(),
                 )

@@ -27,9 +27,10 @@ def record(
     layers: NamePatterns = None,
     error_signals: bool | str | Iterable[str] = True,
     dtype: str = "float32",
+    every: int = 1,
     audit: str = "raise",
     overwrite: bool = False,
-    resume: bool = False,
+    resume: bool | str = False,
     step_budget: int = STEP_BUDGET,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
@@ -46,19 +47,24 @@ def record(
     Args:
         optimizers: the optimizer, or a list of all that train this model.
         layers: the layers whose patterns are kept, by name or pattern ("fc1", ["encoder.*"]); all
-            by default. Other trained parameters are accounted for step by step.
+            by default, [] for none. Other trained parameters are accounted for step by step; so
+            are, if they are left out here, modules that would otherwise be refused (compiled ones,
+            fused recurrent ones).
         error_signals: of which layers they are kept: True, False, or name patterns such as
             ["fc*"]. Keys alone are enough to `attend`; the parameters of such layers are accounted
             for step by step, without patterns.
         dtype: what patterns are stored in. "float32" keeps them exactly as training had them
             (float64 stays float64); "float16" and "bfloat16" take half the bytes, and `verify`
             measures what that loses. Training itself is the same.
+        every: keep the patterns of every so many steps only: 0, k, 2k, … What the other steps wrote
+            is one sum per parameter, from their gradients, kept every `snapshot_every` steps.
         audit: "raise" stops at the first step that cannot be explained; "warn" goes on, and the
             memory remembers that it is not exact.
         overwrite: delete a memory that is already at `path`.
         resume: go on with the memory at `path` from the step whose weights the model has, dropping
-            recorded steps after it; where there is no memory yet, one is begun.
-        step_budget: bytes for gradients of parameters without patterns (norms, embeddings), which
+            recorded steps after it; where there is no memory yet, one is begun. Dropping all of
+            them, for a model as it was before the first, takes `resume="rewind"`.
+        step_budget: bytes for gradients of parameters without patterns (norms, for one), which
             are kept step by step; beyond it only their learned part is, every `snapshot_every`
             steps.
         segment_bytes: how much is collected per commit. Buffers take at most 3 × (this + the bytes
@@ -70,6 +76,8 @@ def record(
         raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
     if audit not in ("raise", "warn"):
         raise RecordingError(f'audit={audit!r} was given; expected "raise" or "warn"')
+    if resume not in (True, False, "rewind"):
+        raise RecordingError(f'resume={resume!r} was given; expected True, False or "rewind"')
     if overwrite and resume:
         raise RecordingError(
             "overwrite=True and resume=True were both given: one deletes the memory, the other "
@@ -79,9 +87,12 @@ def record(
         ("step_budget", step_budget + 1),
         ("snapshot_every", snapshot_every),
         ("segment_bytes", segment_bytes),
+        ("every", every),
     ):
         if value < 1:
             raise RecordingError(f"{name} must be positive")
+    if not isinstance(every, int):
+        raise RecordingError(f"every={every!r} was given; expected a whole number of steps")
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     if not listed or not all(isinstance(o, Optimizer) for o in listed):
         raise RecordingError(
@@ -94,6 +105,7 @@ def record(
         Path(path),
         layers=layers,
         audit=audit,
+        every=every,
         overwrite=overwrite,
         resume=resume,
         step_budget=step_budget,

@@ -1,15 +1,15 @@
 """Weights that are used past their modules: found in the autograd graph once a forward returns.
 
-`capture.py` sees every call of an `nn.Linear`. What multiplies with a weight in another way is seen
-here: attention's projections each time an `nn.MultiheadAttention` returns, by reading the few nodes
-between its outputs and its inputs; functional code (`F.linear(x, layer.weight)`, `x @ weight.T`)
-each time the outermost module returns, by reading the whole graph. That costs, so it is done in the
-first step, and goes on only where something was found or may still come: networks that call all
-their layers as modules pay for a single step.
+`capture.py` sees every call of an `nn.Linear` or `nn.Embedding`. What multiplies with a weight in
+another way is seen here: attention's projections each time an `nn.MultiheadAttention` returns, by
+reading the few nodes between its outputs and its inputs; functional code (`F.linear(x, weight)`,
+`x @ weight.T`) each time the outermost module returns, by reading the whole graph. That costs, so
+it is done in the first step, and goes on only where something was found or may still come: networks
+that call all their layers as modules pay for a single step.
 
-Nothing is missed silently. A weight that is also used in a way without patterns (looked up as an
-embedding, inside a compiled function, multiplied inside an activation checkpoint) is accounted for
-step by step, with a warning that says so; one that begins to be used so only later fails the audit.
+Nothing is missed silently. A weight that is also used in a way without patterns (by an embedding
+bag, inside a compiled function) is accounted for step by step, with a warning that says so; one
+that begins to be used so only later fails the audit.
 """
 
 from __future__ import annotations
@@ -25,26 +25,20 @@ from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_module
 
 from dualform.layers import Layer, NamePatterns, is_chosen
+from dualform.layers.embedding import without_padding
 from dualform.layers.multihead import as_given, batch_in, is_attention, projections
-from dualform.layers.uses import Graph, Part, Unknown, Use, in_transform, tensors_in
+from dualform.layers.naming import identity_of, identity_of_use, layer_of
+from dualform.layers.uses import Graph, Unknown, Use, in_transform, tensors_in
 from dualform.recording.capture import Capture, will_accumulate
 from dualform.recording.parameters import Parameters, Watched
 from dualform.recording.sink import Sink
 
-PACKED = {
-    (0, 3): "in_proj",
-    (0, 1): "in_proj_q",
-    (1, 3): "in_proj_kv",
-    (1, 2): "in_proj_k",
-    (2, 3): "in_proj_v",
-}
-"""What the thirds of an attention's packed projection are called."""
-
 REASONS = {
     "choice": "was chosen only in part by layers=",
-    "EmbeddingBackward0": "is also looked up as an embedding",
+    "EmbeddingBackward0": "is looked up as an embedding, sparse or scaled by frequency",
+    "EmbeddingBagBackward0": "is looked up by an embedding bag",
     "CompiledFunctionBackward": "is used inside a compiled function",
-    "checkpoint": "is used inside an activation checkpoint by other code than an nn.Linear",
+    "checkpoint": "is used inside an activation checkpoint whose inputs cannot be read",
 }
 
 WITHOUT_PATTERNS = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
@@ -71,14 +65,11 @@ class GraphCapture:
         self._parameters = parameters
         self._capture = capture
         self._sink = sink
-        self._known = {
-            (la.weight, la.offset, la.offset + la.out_features, la.bias, la.bias_offset): la
-            for la in reversed(list(layers))
-        }
+        self._known = {identity_of(layer): layer for layer in reversed(list(layers))}
         self._seen, self._read_before = object(), object()  # marks on nodes
         self._depth = threading.local()
         self._found = False  # functional uses: then every graph is read
-        self._fused = _parameters_of(model, nn.RNNBase)
+        self._fused = parameters_in(model, nn.RNNBase)
         self._suspects = self._find_suspects()
         for module in model.modules():
             if is_attention(module):
@@ -109,7 +100,7 @@ class GraphCapture:
     def _find_suspects(self) -> list[Watched]:
         """Matrices that no known module uses in its own way: functional code must be meant."""
         known = {layer.weight for layer in self._layers}
-        known |= _parameters_of(self._model, *WITHOUT_PATTERNS, nn.MultiheadAttention)
+        known |= parameters_in(self._model, *WITHOUT_PATTERNS, nn.MultiheadAttention)
         return [
             w
             for w in self._parameters
@@ -161,10 +152,7 @@ class GraphCapture:
 
     def _is_seen(self, use: Use | Unknown) -> bool:
         """Whether the module engine, or a look at an attention, has this use already."""
-        nodes = [use.node, *([] if use.unfolded is None else [use.unfolded])]
-        if isinstance(use, Use):
-            nodes += [node for node, _ in use.edges]
-        return any(self._seen in _marks(node) for node in nodes)
+        return any(self._seen in _marks(node) for node in use.nodes)
 
     # -- one use ----------------------------------------------------------------------------------
 
@@ -175,17 +163,18 @@ class GraphCapture:
         """
         if self._handles:
             self._mark(use.node)
-        if use.key is None:
+        if not use.key.can_be_read:
             self._without_patterns(use.weight.parameter, "checkpoint")
             return
-        layer = self._layer(use.weight, use.bias)
+        layer = self._layer(use)
         if not self._capture.wants(layer) or layer not in self._layers:
             return
+        self._capture.is_used_past_its_module(layer)
         context = self._capture.context(layer)
         watched = self._parameters.of_layer(layer)
         nodes = [self._capture.node(w.parameter) for w in watched if w.parameter.requires_grad]
         # no reference to `use` below: a node that held itself would never be freed
-        key, flipped, capture = use.key, use.flipped, self._capture
+        saved, flipped, padding, capture = use.key, use.flipped, use.padding, self._capture
         shape: list[tuple[int, ...]] = []
 
         def unfold(error_signals: tuple[Tensor | None, ...]) -> None:
@@ -197,9 +186,10 @@ class GraphCapture:
             if error_signal is None or not capture.wants(layer):
                 return
             if any(map(will_accumulate, nodes)):
+                key = saved.read()
                 rows = error_signal.detach().T if flipped else error_signal.detach()
                 leading = shape[0] if shape else tuple(rows.shape[:-1])
-                pair = (key, rows.reshape(len(key), -1))
+                pair = (key, without_padding(rows.reshape(len(key), -1), key[:, 0], padding))
                 if batch is not None:
                     pair = as_given(batch, pair[0]), as_given(batch, pair[1])
                     leading = leading[::-1]
@@ -216,23 +206,17 @@ class GraphCapture:
         watched = (self._parameters.of(p) for p in module.parameters() if p.requires_grad)
         return {self._capture.node(w.parameter): (w.name, tuple(w.shape)) for w in watched}
 
-    def _layer(self, weight: Part, bias: Part | None) -> Layer:
-        """The layer these rows and this bias make; a new one if they were never seen together."""
-        bias_name, bias_offset = (None, 0) if bias is None else (bias.parameter, bias.start)
-        key = (weight.parameter, weight.start, weight.stop, bias_name, bias_offset)
-        layer = self._known.get(key)
+    def _layer(self, use: Use) -> Layer:
+        """The layer a use is of; a new one if these rows and this bias were never seen together."""
+        identity = identity_of_use(use)
+        layer = self._known.get(identity)
         if layer is None:
-            watched = self._parameters.by_name[weight.parameter]
-            name = _name(self._model, weight, tuple(watched.shape))
-            if any(known.name == name for known in self._known.values()):
-                name += f" + {bias_name}[{bias_offset}]" if bias_name else ".weight"
-            out, width = weight.stop - weight.start, watched.shape[1]
-            layer = Layer(
-                name, "linear", weight.parameter, bias_name, width, out, weight.start, bias_offset
-            )
-            self._known[key] = layer
-            if not is_chosen(name, self._chosen):
-                self._without_patterns(weight.parameter, "choice")
+            watched = self._parameters.by_name[use.weight.parameter]
+            taken = {known.name for known in self._known.values()}
+            layer = layer_of(use, self._model, tuple(watched.shape), taken)
+            self._known[identity] = layer
+            if not is_chosen(layer.name, self._chosen):
+                self._without_patterns(layer.weight, "choice")
             if watched.coverage in ("untrained", "patterns") and not watched.by_steps:
                 self._layers[layer] = self._model
                 self._parameters.add(layer)
@@ -286,23 +270,11 @@ class _Attention:
             self._graph.follow(use, batch)
 
 
-def _parameters_of(model: nn.Module, *kinds: type[nn.Module]) -> set[str]:
+def parameters_in(model: nn.Module, *kinds: type[nn.Module]) -> set[str]:
     """The names of all parameters in modules of some kinds."""
     modules = (m for m in model.modules() if isinstance(m, kinds))
     inside = {id(p) for module in modules for p in module.parameters()}
     return {name for name, p in model.named_parameters() if id(p) in inside}
-
-
-def possible_names(model: nn.Module) -> list[str]:
-    """What the projections of the model's attentions may be called, as far as they have any."""
-    found = []
-    for place, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            prefix = f"{place}." if place else ""
-            packed = module.in_proj_weight is not None
-            own = PACKED.values() if packed else ("q_proj", "k_proj", "v_proj")
-            found += [prefix + name for name in own]
-    return found
 
 
 def _marks(node: Any) -> dict[object, bool]:
@@ -314,17 +286,3 @@ def _marks(node: Any) -> dict[object, bool]:
 def _when(use: Use | Unknown) -> int:
     node: Any = use.node
     return int(node._sequence_nr())
-
-
-def _name(model: nn.Module, weight: Part, shape: tuple[int, ...]) -> str:
-    """What to call a layer that is (some rows of) a parameter and has no module of its own."""
-    place, _, own = weight.parameter.rpartition(".")
-    prefix = f"{place}." if place else ""
-    if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
-        third = shape[0] // 3
-        if own != "in_proj_weight":
-            return prefix + own.removesuffix("_weight")
-        if not weight.start % third and not weight.stop % third:
-            return prefix + PACKED[weight.start // third, weight.stop // third]
-    whole = (weight.start, weight.stop) == (0, shape[0])
-    return weight.parameter + ("" if whole else f"[{weight.start}:{weight.stop}]")

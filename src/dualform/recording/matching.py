@@ -6,7 +6,7 @@ to the rounding of training, and the checkpoint is compared with every step on t
 
 1. along both probes at once: u·(W v) of every step follows from the log alone, which has u·(G v).
    That is cheap for any number of steps, and says which stretches are worth a closer look;
-2. there along v only, [d0] numbers per parameter, by the patterns themselves.
+2. there along v only, [d0] numbers per parameter, by the patterns themselves: `walking.py`.
 
 Why it is hard: in float32 rounding blurs what the rule predicts, and late in training neighbouring
 steps differ little. A step is taken only if weights and momentum buffers agree within the audit's
@@ -16,33 +16,19 @@ last of the steps they stayed for.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from dualform.errors import QueryError, RecordingError
-from dualform.learning_rules import ParameterLog, transitions
+from dualform.errors import RecordingError
+from dualform.learning_rules import transitions
 from dualform.memory import Memory
-from dualform.recording.audit import (
-    SLACK_GRADIENT,
-    SLACK_HELD,
-    SLACK_LOST,
-    SLACK_WEIGHTS,
-    ParameterAudit,
-    as_matrix,
-    largest_row,
-)
-from dualform.recording.parameters import Parameters, Watched
-
-Reals = NDArray[np.float64]
-
-DOUBLE = float(np.finfo(np.float64).eps)
+from dualform.recording.audit import SLACK_HELD, SLACK_LOST, SLACK_WEIGHTS, ParameterAudit
+from dualform.recording.parameters import Parameters
+from dualform.recording.walking import Candidate, Print, Reals, Target, off_by, walk
 
 ROUGHLY = 16.0
 """How many times the audit's bounds the first, cheap look allows."""
@@ -52,64 +38,6 @@ CLEARLY = 4.0
 
 STRETCHES = 16
 """At most so many stretches between fingerprints are looked at closely."""
-
-
-class Target:
-    """One parameter of the model as it is now, and what the memory knows of it."""
-
-    def __init__(self, memory: Memory, watched: Watched) -> None:
-        audit = watched.audit
-        self.name, self.audit = watched.name, audit
-        self.weights = audit.weights.copy()
-        self.momentum = None if watched.momentum is None else audit.momentum.copy()
-        self.spread_of_momentum = (
-            0.0 if watched.momentum is None else largest_row(as_matrix(watched.momentum.detach()))
-        )
-        self.size = max(audit.spread, float(np.abs(self.weights).max(initial=0.0)), 1e-300)
-        """About that of the weights."""
-        self.log = known_log(memory, watched.name)
-        # Two float64 sums of the same terms, each in an order of its own.
-        terms = as_matrix(watched.parameter.detach()).cpu().double().abs() @ audit.probe64.abs()
-        self.exact = (audit.width + 16) * DOUBLE * float(terms.max() if terms.numel() else 0.0)
-
-    def is_at(self, weights: Reals) -> bool:
-        """Whether the parameter has exactly this fingerprint."""
-        return _off(self.weights, weights) <= self.exact
-
-    def has_momentum_of(self, momentum: Reals | None) -> bool:
-        """Whether the optimizer's buffer is this one; a new optimizer has none, which is well."""
-        if self.momentum is None:
-            return True
-        if momentum is None:
-            return False
-        scale = max(self.spread_of_momentum, float(np.abs(momentum).max(initial=0.0)))
-        return _off(self.momentum, momentum) <= (self.audit.width + 16) * DOUBLE * scale
-
-
-@dataclass(frozen=True)
-class Print:
-    """What all parameters looked like after a number of updates."""
-
-    step: int
-    weights: dict[str, Reals]
-    momentum: dict[str, Reals]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A step between two fingerprints: how far weights and buffers are, in units of rounding."""
-
-    step: int
-    weights: float
-    momentum: float
-    misfit: str | None
-    """The parameter whose momentum buffer agrees least."""
-    state: bytes
-    """The predicted weights: equal where nothing moved."""
-
-    @property
-    def distance(self) -> float:
-        return max(self.weights, self.momentum)
 
 
 def find_step(memory: Memory, parameters: Parameters) -> int:
@@ -132,7 +60,7 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
     candidates = [
         c
         for i in sorted(order[:STRETCHES])
-        for c in _walk(memory, targets, *pairs[i])
+        for c in walk(memory, targets, *pairs[i])
         if c.weights <= 1
     ]
     fitting = [c for c in candidates if c.momentum <= 1.0]
@@ -235,159 +163,6 @@ def _rough_bound(audit: ParameterAudit, steps: int, travel: Reals, path: Reals) 
     return bound
 
 
-# -- between them, closely -----------------------------------------------------------------------
-
-
-class Walker:
-    """One parameter's way from one fingerprint towards the next, compared with where it is now."""
-
-    def __init__(self, target: Target, seen: Print, along_sketch: bool) -> None:
-        name, u = target.name, target.audit.sketch
-        weights = seen.weights[name]
-        momentum = seen.momentum.get(name, np.zeros_like(weights))
-        self.goal, self.buffer = target.weights, target.momentum
-        if along_sketch:  # only u·(W v) is known on the way
-            weights, momentum, self.goal = (
-                np.atleast_1d(u.dot(a)) for a in (weights, momentum, self.goal)
-            )
-            self.buffer = None if self.buffer is None else np.atleast_1d(u.dot(self.buffer))
-        self.name, self.along_sketch = name, along_sketch
-        self._audit = copy.copy(target.audit)
-        self._audit.weights, self._audit.momentum = weights.copy(), momentum.copy()
-        self._audit.projected = np.zeros_like(weights)
-        self._audit.steps, self._audit.travel, self._audit.path = 0, 0.0, 0.0
-        self._size = max(target.spread_of_momentum, float(np.abs(momentum).max(initial=0.0)))
-        self._blur = (0.0, 0.0)  # Σ of gross gradients that acted on W and m: what they round by
-
-    def advance(self, matrix: Reals, vector: Reals, gradient: Reals, gross: float) -> None:
-        ww, wm, mw, mm = np.abs(matrix).ravel().tolist()
-        nw, nm = np.abs(vector).tolist()
-        w, m = self._blur
-        self._blur = ww * w + wm * m + nw * gross, mw * w + mm * m + nm * gross
-        np.copyto(self._audit.projected, gradient)
-        self._audit.advance((*matrix.ravel().tolist(), *vector.tolist()))
-        self._size = max(self._size, float(np.abs(self._audit.momentum).max(initial=0.0)))
-
-    @property
-    def weights_off(self) -> float:
-        """How far the real weights are, in units of what rounding allows."""
-        blur = SLACK_GRADIENT * self._audit.gradient_eps * self._blur[0]
-        return _off(self._audit.weights, self.goal) / (self._audit.weights_bound + blur)
-
-    @property
-    def momentum_off(self) -> float:
-        """The same of the optimizer's buffer; 0 where it has none."""
-        if self.buffer is None:
-            return 0.0
-        scatter = SLACK_WEIGHTS * sqrt(self._audit.steps + 1) * self._audit.eps * self._size
-        blur = SLACK_GRADIENT * self._audit.gradient_eps * self._blur[1]
-        return _off(self._audit.momentum, self.buffer) / (scatter + blur + self._audit.tiny)
-
-    @property
-    def state(self) -> bytes:
-        return self._audit.weights.tobytes()
-
-
-def _walk(
-    memory: Memory, targets: Sequence[Target], start: Print, end: Print
-) -> Iterator[Candidate]:
-    """Every step strictly between two fingerprints, compared with the model."""
-    walkers, ways = [], []
-    for target in targets:
-        assert target.log is not None
-        gradients = _gradients(memory, target, start.step, end.step)
-        walkers.append(Walker(target, start, gradients is None))
-        if gradients is None:
-            seen = memory.audit_projections(target.name)[start.step : end.step]
-            log = replace(target.log, kappa=np.ones(len(target.log)))
-            gradients = seen[:, None], np.abs(seen)
-        else:
-            log = target.log
-        ways.append((*(part[start.step : end.step] for part in transitions(log)), *gradients))
-    for offset, step in enumerate(range(start.step + 1, end.step)):
-        for walker, (matrix, vector, gradient, gross) in zip(walkers, ways, strict=True):
-            walker.advance(matrix[offset], vector[offset], gradient[offset], float(gross[offset]))
-        worst = max(walkers, key=lambda w: w.momentum_off)
-        yield Candidate(
-            step,
-            max(w.weights_off for w in walkers),
-            worst.momentum_off,
-            worst.name,
-            b"".join(w.state for w in walkers),
-        )
-
-
-def _gradients(memory: Memory, target: Target, start: int, stop: int) -> tuple[Reals, Reals] | None:
-    """G v of the steps of a stretch, [n, d0], and what its rounding scales with, [n].
-
-    By the patterns or by the gradients kept; None where neither is there.
-    """
-    known, log = memory.parameters[target.name], target.log
-    assert log is not None
-    height, width = known.height, known.width
-    applied = log.applied[start:stop]
-    first = int(np.where(applied, log.first[start:stop], start).min(initial=start))
-    sums, squares = np.zeros((stop - first, height)), np.zeros((stop - first, 2))
-    if known.coverage == "patterns":
-        for name in known.layers:
-            layer = memory.layer(name)
-            weight = target.name == layer.weight
-            if (height, width) != (layer.out_features, layer.in_features if weight else 1):
-                return None
-            _add_patterns(memory, name, weight, target.audit.probe64, first, sums, squares)
-        sums = np.stack(
-            [sums[max(f - first, 0) : s - first + 1].sum(0) for s, f in _reach(log, start, stop)]
-        )
-        sizes = np.sqrt(squares.prod(1))
-        gross = np.array(
-            [sizes[max(f - first, 0) : s - first + 1].sum() for s, f in _reach(log, start, stop)]
-        )
-        return sums, gross / sqrt(max(width, 1))
-    since = known.accumulated_since
-    if known.coverage in ("steps", "accumulated") and (since is None or since >= stop):
-        gross = np.zeros(stop - start)
-        sums = np.zeros((stop - start, height))
-        for step, gradient in memory.step_gradients(target.name):
-            if start <= step < stop:
-                sums[step - start] = target.audit.project(gradient)
-                gross[step - start] = float(gradient.double().norm()) / sqrt(max(width, 1))
-        return sums, gross
-    return (sums, np.zeros(stop - start)) if known.coverage == "untrained" else None
-
-
-def _reach(log: ParameterLog, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Each step and the first one whose patterns it applied."""
-    for step in range(start, stop):
-        yield step, int(log.first[step]) if log.applied[step] else step
-
-
-def _add_patterns(
-    memory: Memory,
-    name: str,
-    weight: bool,
-    probe: torch.Tensor,
-    first: int,
-    sums: Reals,
-    squares: Reals,
-) -> None:
-    """Σ δ (x·v) of every step from `first` on, and Σ‖δ‖², Σ‖x‖²."""
-    layer = memory.layer(name)
-    steps = layer.patterns["step"]
-    low, high = np.searchsorted(steps, [first, first + len(sums)]).tolist()
-    for block in layer.blocks():
-        assert block.keys is not None
-        assert block.error_signals is not None
-        here = slice(max(low - block.start, 0), max(high - block.start, 0))
-        keys, signals = block.keys[here].double(), block.error_signals[here].double()
-        if not len(keys):
-            continue
-        at = steps[block.start + here.start :][: len(keys)] - first
-        along = keys @ probe if weight else torch.ones(len(keys), dtype=torch.float64)
-        np.add.at(sums, at, (signals * along[:, None]).numpy())
-        np.add.at(squares[:, 0], at, signals.square().sum(1).numpy())
-        np.add.at(squares[:, 1], at, keys.square().sum(1).numpy() if weight else 1.0)
-
-
 # -- what to say ---------------------------------------------------------------------------------
 
 
@@ -404,7 +179,7 @@ def _nothing_fits(
         return _wrong_momentum(memory, exact[-1].step, name)
     apart = np.full(memory.steps + 1, np.inf) if between is None else between
     for seen in prints:
-        apart[seen.step] = max(_off(seen.weights[t.name], t.weights) / t.size for t in targets)
+        apart[seen.step] = max(off_by(seen.weights[t.name], t.weights) / t.size for t in targets)
     nearest = int(np.argmin(apart))
     steps = "" if between is None else ", and with the steps in between as the log predicts them"
     return RecordingError(
@@ -433,16 +208,3 @@ def _listed(steps: Sequence[int]) -> str:
     if len(steps) > 8:
         return f"{steps[0]} to {steps[-1]}"
     return ", ".join(map(str, steps))
-
-
-def known_log(memory: Memory, name: str) -> ParameterLog | None:
-    """What the optimizer did with a parameter; None where its learning rule is not known."""
-    try:
-        return memory.log(name)
-    except QueryError:
-        return None
-
-
-def _off(one: Reals, other: Reals) -> float:
-    off = float(np.abs(one - other).max(initial=0.0))
-    return off if np.isfinite(off) else float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,11 @@ class Watched:
     spoiled: bool = False  # no longer where the learning rule puts it
     resolved: bool = True  # whether the error signals of all its layers are kept
     by_steps: bool = False  # used in ways that have no patterns
+
+    @property
+    def keys_alone(self) -> bool:
+        """Whether it is of a layer whose keys are kept without error signals."""
+        return bool(self.layers) and not self.resolved and not self.by_steps
 
     def describe(self, accumulated_since: int | None) -> dict[str, Any]:
         """The manifest's entry."""
@@ -109,6 +115,13 @@ class Parameters:
         """Layers that were not chosen: their parameters have no patterns, however they are used."""
         for layer in layers:
             for watched in self.of_layer(layer):
+                if watched.layers and not watched.by_steps:
+                    warnings.warn(
+                        f"dualform: {watched.name!r} is used by {watched.layers[0].name!r}, which "
+                        f"layers= chose, and by {layer.name!r}, which it did not; it is accounted "
+                        "for step by step, without patterns. Choose both",
+                        stacklevel=2,
+                    )
                 watched.by_steps = True
 
     def refuse_sharing(self, optimizers: Iterable[Optimizer]) -> None:

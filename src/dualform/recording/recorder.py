@@ -23,34 +23,34 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import AuditError, RecordingError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
+from dualform.layers.naming import possible_names
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.accounts import BufferWatch, StepAccounts
 from dualform.recording.audit import Rows
+from dualform.recording.buffers import BufferWatch
 from dualform.recording.capture import Capture
+from dualform.recording.commits import Commits
 from dualform.recording.description import describe
-from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
+from dualform.recording.findings import Findings
+from dualform.recording.fingerprints import Fingerprints
 from dualform.recording.gradients import Gradients
-from dualform.recording.graph import GraphCapture, possible_names
+from dualform.recording.graph import GraphCapture
 from dualform.recording.interrupts import Interrupts
+from dualform.recording.opaque import refuse_opaque, refuse_reentrant
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
-from dualform.recording.sink import SETS, DiskSink, Extras, Sink
+from dualform.recording.sink import SETS, DiskSink, Sink
 from dualform.recording.steps import Steps, read_before_moving, unknown_rule
 from dualform.recording.storage import Storage
-from dualform.recording.tags import Tag, Tags, Visit
+from dualform.recording.tags import Context, Tag, Tags, Visit, refuse_untagged
 
 logger = logging.getLogger("dualform")
-
-SNAPSHOT_SHARE = 500
-"""Weights are kept whenever this many times their size has been written since the last time."""
-
-STOPPED = ' Recording stopped here; audit="warn" would go on with a memory that is not exact.'
 
 
 class Recorder:
@@ -71,36 +71,29 @@ class Recorder:
         *,
         layers: NamePatterns,
         audit: str,
+        every: int,
         overwrite: bool,
-        resume: bool,
+        resume: bool | str,
         step_budget: int,
         snapshot_every: int,
         segment_bytes: int,
         storage: Storage,
     ) -> None:
         self._model, self._optimizers, self._path = model, list(optimizers), path
-        self._chosen = layers
-        self._strict = audit == "raise"
+        self._chosen, self._strict, self._every = layers, audit == "raise", every
+        self._findings = Findings(strict=self._strict)
         self._overwrite, self._resume = overwrite, resume
         self._phases: list[dict[str, Any]] = []
         self._snapshot_every, self._segment_bytes = snapshot_every, segment_bytes
-        self._storage = storage
-        self._accounts = StepAccounts(step_budget)
-        self._lock = threading.RLock()
-        self._interrupts = Interrupts()
+        self._storage, self._step_budget = storage, step_budget
+        self._lock, self._interrupts = threading.RLock(), Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
         self._updates = 0  # of any optimizer: no tag outlives the next one
         self._state = "new"
-        self._exact = True
-        self._trouble: str | None = None
-        self._remarks: list[str] = []
-        self._dropped = 0
-        self._written_since_snapshot = 0
         self._first_use: dict[Layer, int] = {}
-        self._calls: dict[Layer, int] = {}
+        self._calls = 0  # of any layer, in the step under way
         self._backwards: dict[int, int] = {}
-        self._differentiated = False  # since the last forward call: the next one begins anew
         self._changed: dict[str, Tensor] = {}
 
     # -- what users see -------------------------------------------------------------------------
@@ -129,7 +122,7 @@ class Recorder:
     ) -> None:
         self._interrupts.hold()
         self._remove_hooks()
-        self._state = "ended"
+        self._state, self._commits.ended = "ended", True
         try:
             try:
                 with self._lock:
@@ -139,20 +132,21 @@ class Recorder:
                         self._close_step()
             finally:
                 if kind is not None:
-                    self._remark(f"the training loop was ended by {kind.__name__}")
+                    self._findings.remark(f"the training loop was ended by {kind.__name__}")
                 if self._buffers.changes():
-                    self._remark(
+                    self._findings.remark(
                         "buffers changed after the last update (forward passes in training mode); "
                         "the memory holds those of the last update"
                     )
                 self._sink.close()
             if kind is None:
-                self._raise_trouble()
+                self._findings.raise_trouble()
         except BaseException:
             if kind is None:
                 raise
             logger.exception("dualform: closing the memory at %s failed", self._path)
         finally:
+            self._steps.accountant.close()
             self._writer.release()
             self._interrupts.remove()
             self._interrupts.release()
@@ -173,14 +167,20 @@ class Recorder:
     def flush(self) -> None:
         """Commit every complete step and wait until it is on disk for good.
 
+        What is accumulated is kept with it: call this where you save a checkpoint to resume from.
+
         Example:
             >>> recorder.flush()   # doctest: +SKIP
         """
         self._must_be_recording("flush")
         with self._interrupts.held(), self._lock:
-            self._sink.commit()
+            self._commits.flushing = True
+            try:
+                self._sink.commit()
+            finally:
+                self._commits.flushing = False
         self._sink.wait()
-        self._raise_trouble()
+        self._findings.raise_trouble()
 
     @property
     def steps(self) -> int:
@@ -190,13 +190,12 @@ class Recorder:
     @property
     def exact(self) -> bool:
         """Whether everything so far is explained."""
-        return self._exact
+        return self._findings.exact
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What was dropped or could not be explained so far, in sentences."""
-        dropped = f"{self._dropped} patterns of skipped steps were dropped"
-        return (*self._remarks, *([dropped] if self._dropped else []))
+        return self._findings.remarks
 
     @property
     def buffer_bytes(self) -> int:
@@ -210,11 +209,13 @@ class Recorder:
         if unknown is not None:
             if self._strict:
                 raise AuditError(unknown[1])
-            self._not_exact(f"the learning rule of {unknown[0]} is not known")
+            self._findings.not_exact(f"the learning rule of {unknown[0]} is not known")
         found, others = find_layers(self._model), possible_names(self._model)
-        chosen = chosen_names((layer.name for layer in found), self._chosen, "layers", others)
+        names = (layer.name for layer in found)
+        chosen = chosen_names(names, self._chosen, "layers", others, none=True)
         self._layers = {la: module for la, module in found.items() if la.name in chosen}
-        self._storage.check(self._layers, others)
+        refuse_opaque(self._model, self._chosen)
+        self._storage.check(self._layers, (n for n in others if is_chosen(n, self._chosen)))
         with ExitStack() as undo:
             resumed = reopen(self._path, undo) if self._resume else None
             for layer in [] if resumed is None else resumed.without_module(found):
@@ -234,9 +235,10 @@ class Recorder:
             recurring = Recurring(lambda layer: self._capture.is_given(layer), known)
             self._sink: Sink = DiskSink(
                 self._writer,
-                self._gather,
+                self._commits.gather,
                 lambda layer: self._parameters.by_name[layer.weight].dtype,
                 self._storage,
+                owes=lambda: self._commits.owes_sums,
                 segment_bytes=self._segment_bytes,
                 first_step=self._steps.step,
                 fold=recurring.fold,
@@ -255,36 +257,50 @@ class Recorder:
     ) -> None:
         """Look at the model and the optimizers; nothing is written."""
         if resumed is not None:
-            resumed.compare(self._model, self._layers, strict=self._strict)
+            resumed.compare(self._model, self._layers, every=self._every, strict=self._strict)
         seed = int.from_bytes(np.random.SeedSequence().generate_state(2).tobytes(), "little") >> 1
         directions = None if resumed is None else resumed.directions
         self._parameters = Parameters(self._model, self._layers, self._optimizers, seed, directions)
         self._parameters.resolve(self._storage.keeps_error_signals)
         self._parameters.keep_to_steps(la for la in found if la not in self._layers)
         self._parameters.refuse_sharing(self._optimizers)
-        self._model_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._buffers = BufferWatch(self._model)
         self._steps = Steps(
             self._parameters,
             self._optimizers,
-            self._accounts,
             self._path,
+            step_budget=self._step_budget,
+            every=self._every,
             known_rules=known_rules,
             without_patterns=self._without_patterns,
-            unexplained_gradient=self._unexplained_gradient,
-            unexplained_weights=self._unexplained_weights,
+            findings=self._findings,
         )
-        self._fingerprints = Fingerprints(self._parameters, self._optimizers)
+        self._commits = Commits(
+            self._steps,
+            self._parameters,
+            Fingerprints(self._parameters, self._optimizers),
+            self._tags,
+            self._description,
+            snapshot_every=self._snapshot_every,
+            segment_bytes=self._segment_bytes,
+        )
 
     def _go_on(self, resumed: Resumption) -> None:
         """A memory that is there: find the step, restore what was known then, cut it back."""
         self._writer = resumed.writer
-        self._steps.step = self._fingerprints.last = resumed.find(self._parameters)
+        self._steps.step = resumed.find(self._parameters, even_the_first=self._resume == "rewind")
+        self._commits.go_on()
         resumed.restore(
-            self._parameters, self._layers, self._accounts, self._tags, self._buffers, self._remarks
+            self._parameters,
+            self._layers,
+            self._steps.accounts,
+            self._tags,
+            self._buffers,
+            self._findings,
         )
+        self._tag = self._tags.forgotten()
         self._first_use = {layer: i for i, layer in enumerate(resumed.used(self._layers))}
-        self._exact, self._phases = resumed.memory.exact and self._exact, resumed.phases
+        self._phases = resumed.phases
         resumed.rewind(self._description())
 
     def _remove_hooks(self) -> None:
@@ -302,15 +318,13 @@ class Recorder:
 
     # -- patterns -------------------------------------------------------------------------------
 
-    def _context(self, layer: Layer) -> tuple[Tag | None, bool, int]:
-        """The tag in force at a forward call, whether it is stale, and which call it is."""
-        if self._differentiated:
-            self._calls, self._differentiated = {}, False
-        call = self._calls.get(layer, 0)
-        self._calls[layer] = call + 1
+    def _context(self, layer: Layer) -> Context:
+        """What is true of a forward call: its tag, and whether that is stale; which call it is."""
+        self._calls += 1
         self._first_use.setdefault(layer, len(self._first_use))
         tag = self._tag
-        return tag, tag is not None and tag.update != self._updates, call
+        stale = tag is not None and tag.update != self._updates
+        return Context(tag, stale, self._calls, torch._C._current_graph_task_id() != -1)
 
     def _on_patterns(
         self,
@@ -318,10 +332,14 @@ class Recorder:
         keys: Tensor,
         error_signals: Tensor,
         shape: tuple[int, ...],
-        context: tuple[Tag | None, bool, int],
+        context: Context,
         backward: int,
     ) -> None:
-        tag, stale, call = context
+        tag, stale, call, inside = context
+        if inside:
+            refuse_reentrant(layer)
+        if tag is not None and layer.kind == "embedding" and not tag.is_of(keys, shape):
+            tag = None
         with self._lock:
             if self._steps.stepped:  # an optimizer has moved since: a new step begins
                 with self._interrupts.held():
@@ -329,25 +347,24 @@ class Recorder:
             step = self._steps.step
             if tag is not None:
                 if stale:
-                    raise RecordingError(
-                        f"layer {layer.name!r} saw a batch of leading shape {list(shape)} at step "
-                        f"{step} that was not tagged, though earlier batches were. Call "
-                        "recorder.tag(...) for every batch, before the model is called"
-                    )
+                    refuse_untagged(layer.name, shape, step)
                 tag.check(layer.name, shape)
-            self._dropped += self._gradients.notice(layer, backward, step)
-            self._differentiated = True
+            self._findings.dropped += self._gradients.notice(layer, backward, step)
             microbatch = self._backwards.setdefault(backward, len(self._backwards))
             trained = [w for w in self._parameters.of_layer(layer) if w.parameter.requires_grad]
+            if not self._steps.is_recorded:
+                for watched in trained:
+                    watched.audit.uses += 1
+                return
             change = self._gradients.change_of_trained(layer, trained)
             if change is not None:
-                self._unexplained_gradient(trained[0], change)
+                self._findings.unexplained_gradient(step, trained[0], change)
             visit = Visit(step, microbatch, call, shape, tag)
             kept = self._sink.append(layer, keys, error_signals, visit)
             for watched in trained:
                 watched.seen = step
             if audits := {w.name: w.audit for w in trained if w.resolved}:
-                rows = Rows(step, *kept, offset=layer.offset, bias_offset=layer.bias_offset)
+                rows = Rows(step, *kept, layer)
                 weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
                 self._parameters.audits.see(weight, bias, keys, error_signals, rows)
 
@@ -391,7 +408,7 @@ class Recorder:
                     self._close_step()
         finally:
             self._interrupts.release()
-        self._raise_trouble()
+        self._findings.raise_trouble()
 
     def _close_step(self) -> None:
         """The step is over: its patterns and its log become part of the memory."""
@@ -401,52 +418,19 @@ class Recorder:
             if not any(map(self._steps.moved, parts)) and all(
                 is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts
             ):
-                self._dropped += self._sink.rewind(layer)
+                self._findings.dropped += self._sink.rewind(layer)
+            elif self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
+                self._sink.rewind(layer)  # of a gradient that will count as unrecorded
         self._parameters.audits.settle(self._steps.step)
         record, gradients = self._steps.close()
         changed, self._changed = self._changed, {}
-        self._calls, self._backwards = {}, {}
+        self._calls, self._backwards = 0, {}
         self._gradients.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed)
-        if self._steps.step - self._fingerprints.last >= FINGERPRINT_EVERY:
-            self._take_fingerprint()
-        keep_learned = self._accounts.since and self._steps.step % self._snapshot_every == 0
-        if self._sink.is_due or keep_learned:
+        self._commits.keep_up()
+        if self._sink.is_due or self._commits.is_due:
             self._sink.commit()
-
-    # -- what a commit carries ------------------------------------------------------------------
-
-    def _gather(self) -> Extras:
-        if self._fingerprints.last != self._steps.step:
-            self._take_fingerprint()
-        return Extras(
-            *self._fingerprints.collect(),
-            self._learned(),
-            self._tags.new_strings(),
-            dict(self._tags.kinds),
-            self._description(),
-            self._snapshot(),
-        )
-
-    def _take_fingerprint(self) -> None:
-        self._fingerprints.take(self._steps.step, self._steps.compare)
-
-    def _learned(self) -> dict[str, Tensor]:
-        """Accumulated parameters: every `snapshot_every` steps, and at every commit if small."""
-        learned = self._accounts.learned()
-        due = self._state == "ended" or self._steps.step % self._snapshot_every == 0
-        size = sum(value.numel() * value.element_size() for value in learned.values())
-        return learned if due or size <= self._segment_bytes // 8 else {}
-
-    def _snapshot(self) -> dict[str, Tensor] | None:
-        """All weights, at the end and whenever they are small beside what was written since."""
-        self._written_since_snapshot += self._segment_bytes
-        due = self._written_since_snapshot >= SNAPSHOT_SHARE * self._model_bytes
-        if not due and self._state != "ended":
-            return None
-        self._written_since_snapshot = 0
-        return {w.name: w.parameter.detach().to("cpu", copy=True) for w in self._parameters}
 
     def _description(self) -> dict[str, Any]:
         layers = [la for la in self._first_use if la in self._layers]
@@ -455,46 +439,12 @@ class Recorder:
             self._parameters,
             layers,
             self._tags.kinds,
-            self._accounts.since,
+            self._steps.accounts.since,
             self._storage,
         ) | {
-            "exact": self._exact,
+            "exact": self._findings.exact,
+            "every": self._every,
             "phases": self._phases,
             "remarks": list(self.remarks),
             "buffers": self._buffers.describe(),
         }
-
-    # -- what cannot be explained ---------------------------------------------------------------
-
-    def _unexplained_gradient(self, watched: Watched, reason: str) -> None:
-        message = f"step {self._steps.step}, parameter {watched.name!r}: {reason}"
-        if self._strict:  # the optimizer has not moved yet: what is recorded so far stays exact
-            raise AuditError(message + STOPPED)
-        self._not_exact(message)
-
-    def _unexplained_weights(self, watched: Watched, reason: str) -> None:
-        message = f"step {self._steps.step}, parameter {watched.name!r}: {reason}"
-        if watched.coverage == "untrained":
-            message += (
-                " None of the optimizers given trains it: keep what something else changes (an "
-                "averaged copy, a teacher) out of the model given to record."
-            )
-        if self._strict and self._trouble is None:
-            self._trouble = message
-        self._not_exact(message)
-
-    def _raise_trouble(self) -> None:
-        """Raise what a comparison of the weights found, once nothing can be lost by it."""
-        message, self._trouble = self._trouble, None
-        if message is not None:
-            raise AuditError(message + STOPPED)
-
-    def _not_exact(self, message: str) -> None:
-        if self._exact and not self._strict:
-            warnings.warn(f"dualform: this run is not exact. {message}", stacklevel=2)
-        self._exact = False
-        self._remark(message)
-
-    def _remark(self, message: str) -> None:
-        if len(self._remarks) < 100:
-            self._remarks.append(message)

@@ -30,8 +30,8 @@ from dualform.layers import Layer
 MOST = 1 << 21
 """How many different rows of one layer are remembered: 50 MB of sums and numbers."""
 
-AT_ONCE = 256
-"""How many rows are summed at a time: few enough to stay in the processor's cache."""
+AT_ONCE = 1 << 16
+"""How many words are summed at a time: few enough to stay in the processor's cache."""
 
 Sums = NDArray[np.uint64]
 Known = Callable[[Layer], Iterable[Tensor]]
@@ -145,8 +145,9 @@ def row_sums(rows: Tensor) -> Sums:
     flat = rows.contiguous().view(torch.uint8)
     words = flat.numpy().view(np.uint32 if flat.shape[1] % 4 == 0 else np.uint16)
     factors = _factors(words.shape[1], words.itemsize, str(rows.dtype))
-    for low in range(0, len(rows), AT_ONCE):
-        found[low : low + AT_ONCE] = words[low : low + AT_ONCE].astype(np.uint64) @ factors[1:]
+    height = max(1, AT_ONCE // words.shape[1])
+    for low in range(0, len(rows), height):
+        found[low : low + height] = words[low : low + height].astype(np.uint64) @ factors[1:]
     found += factors[0]
     return found
 

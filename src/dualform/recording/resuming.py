@@ -33,10 +33,14 @@ from dualform.memory import Memory, Phase
 from dualform.memory.files import MANIFEST
 from dualform.memory.rewinding import Remainder, ReopenedMemory
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.accounts import Accumulated, BufferWatch, StepAccounts
-from dualform.recording.matching import find_step, known_log
+from dualform.recording.accounts import StepAccounts
+from dualform.recording.buffers import BufferWatch
+from dualform.recording.findings import Findings
+from dualform.recording.matching import find_step
 from dualform.recording.parameters import Parameters, Watched
+from dualform.recording.sums import Accumulated
 from dualform.recording.tags import RESERVED, Tags
+from dualform.recording.walking import known_log
 
 logger = logging.getLogger("dualform")
 
@@ -82,7 +86,9 @@ class Resumption:
             if entry["name"] not in names
         ]
 
-    def compare(self, model: nn.Module, layers: Mapping[Layer, Any], *, strict: bool) -> None:
+    def compare(
+        self, model: nn.Module, layers: Mapping[Layer, Any], *, every: int, strict: bool
+    ) -> None:
         """Raise `RecordingError` naming the first difference between model and memory."""
         memory = self.memory
         if memory.conversions:
@@ -92,6 +98,10 @@ class Resumption:
             )
         self._compare_tensors("parameter", dict(model.named_parameters()), memory.parameters)
         self._compare_tensors("buffer", dict(model.named_buffers()), memory.buffers)
+        if memory.every != every:
+            raise self._differs(
+                f"every={every} was given, and one of every {memory.every} steps is recorded there"
+            )
         found = {layer.name: layer for layer in layers}
         for name in memory.layers:
             known = memory.layer(name)
@@ -149,10 +159,20 @@ class Resumption:
 
     # -- where, and what is left ----------------------------------------------------------------
 
-    def find(self, parameters: Parameters) -> int:
-        """The step to go on from; what is left of the memory then is known, and nothing changed."""
+    def find(self, parameters: Parameters, *, even_the_first: bool) -> int:
+        """The step to go on from; what is left of the memory then is known, and nothing changed.
+
+        The very first one is not gone back to unless that is wanted.
+        """
         memory = self.memory
         self.step = step = find_step(memory, parameters)
+        if not step and memory.steps and not even_the_first:
+            raise RecordingError(
+                f"the model is as it was before the first step of {memory.path}: going on from "
+                f"there would drop all of the {memory.steps:,} steps recorded. Was its checkpoint "
+                "not loaded? Load it into model and optimizer first; or, to begin again on "
+                'purpose, pass resume="rewind"'
+            )
         self._refuse_accumulated(step)
         momentum = {
             w.name: np.full_like(w.audit.weights, np.nan)
@@ -166,26 +186,30 @@ class Resumption:
         return step
 
     def _refuse_accumulated(self, step: int) -> None:
-        """Where only the learned part of a parameter is known, steps between are lost for good."""
-        found = self.memory.parameters.values()
-        since = {p.name: p.accumulated_since for p in found if p.accumulated_since is not None}
-        if not since or step <= min(since.values()):
+        """Where only a sum of gradients is known, the steps between are lost for good."""
+        memory = self.memory
+        summed: dict[str, tuple[int, set[int]]] = {}  # since when, and where the sum is kept
+        for name, known in memory.parameters.items():
+            if known.accumulated_since is not None:
+                summed[name] = known.accumulated_since, set(memory.learned_steps(name))
+            elif known.coverage == "patterns" and (moved := memory.is_unrecorded(name)).any():
+                summed[name] = int(np.argmax(moved)), set(memory.unrecorded_steps(name))
+        name, since = min(((n, s) for n, (s, _) in summed.items()), key=lambda x: x[1],
+                          default=("", step))  # fmt: skip
+        if step <= since:
             return
-        kept = set.intersection(*(set(self.memory.learned_steps(name)) for name in since))
+        kept = set.intersection(*(there for _, there in summed.values()))
         if step not in kept:
-            name = min(since, key=lambda n: since[n])
-            near = sorted(sorted({since[name], *kept}, key=lambda s: abs(s - step))[:2])
+            near = sorted(sorted({since, *kept}, key=lambda s: abs(s - step))[:2])
             raise RecordingError(
                 f"the model is at step {step}, where the memory cannot be cut: {name!r} is "
-                f"accounted for in accumulated form from step {since[name]} on, which is kept only "
+                f"accounted for in accumulated form from step {since} on, which is kept only "
                 f"now and then; the nearest possible steps are {near}. Load a checkpoint of one of "
                 "those, or record into a new path"
             )
 
     def _note_phase(self, parameters: Parameters) -> None:
-        kept = [p for p in self.memory.phases if p.first_step < self.step]
-        if not kept:
-            kept = list(self.memory.phases[:1])
+        kept = [p for p in self.memory.phases if p.first_step <= self.step]
         behind = self.memory.steps if self.step < self.memory.steps else None
         carried = any(watched.momentum is not None for watched in parameters)
         momentum = "carried over" if carried else "replaced" if self._had_momentum() else "none"
@@ -232,7 +256,7 @@ class Resumption:
         accounts: StepAccounts,
         tags: Tags,
         buffers: BufferWatch,
-        remarks: list[str],
+        findings: Findings,
     ) -> None:
         """Everything but the model: as it was after `step` updates."""
         self._restore_parameters(parameters)
@@ -243,9 +267,9 @@ class Resumption:
         self._restore_accounts(accounts, parameters)
         parameters.initial()  # the momentum buffers held on to are not needed any longer
         self._restore_tags(tags)
-        remarks[:0] = self.memory.recorded_remarks
+        findings.restore(self.memory.exact, self.memory.recorded_remarks)
         if not self._restore_buffers(buffers):
-            remarks.append(
+            findings.remark(
                 f"buffers were not as recorded when the run was resumed at step {self.step}; the "
                 "memory holds them from the next update on"
             )
@@ -280,6 +304,9 @@ class Resumption:
         memory = self.memory
         for watched in parameters:
             name, known = watched.name, memory.parameters[watched.name]
+            if watched.coverage == "patterns" and memory.every > 1:
+                sums = memory.unrecorded(name, self.step)
+                accounts.restore_unrecorded(watched, Accumulated(*sums))
             if watched.coverage != "steps":
                 continue
             since = known.accumulated_since
@@ -293,7 +320,7 @@ class Resumption:
                     momentum = watched.momentum.detach().cpu().double() - mw * initial
                     momentum -= 0.0 if buffer is None else mm * buffer.double()
                 state = Accumulated(memory.learned(name, self.step).clone(), momentum)
-            accounts.restore(name, kept, since, state)
+            accounts.restore(watched, kept, since, state)
 
     def _restore_tags(self, tags: Tags) -> None:
         """The columns' kinds, and the codes of their strings."""

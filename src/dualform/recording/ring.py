@@ -21,7 +21,7 @@ from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 from dualform.memory.writing import SegmentContent
 from dualform.recording.recurring import Folded
 from dualform.recording.regions import Place
-from dualform.recording.tags import Visit, expand
+from dualform.recording.tags import Visit, expand, numbered
 
 Fold = Callable[[Layer, Tensor], Folded | None]
 """Given a layer's keys of one segment: as stored if rows recur, None if each is stored."""
@@ -36,6 +36,7 @@ class StepRecord(NamedTuple):
     fresh: np.ndarray[Any, Any]
     group: np.ndarray[Any, Any]
     projection: np.ndarray[Any, Any]
+    unrecorded: np.ndarray[Any, Any]
     hyperparameters: list[tuple[float, ...]]
 
 
@@ -45,7 +46,8 @@ class Extras(NamedTuple):
     fingerprint_steps: np.ndarray[Any, Any]
     fingerprints: dict[str, np.ndarray[Any, Any]]
     momentum_fingerprints: dict[str, np.ndarray[Any, Any]]
-    learned: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    """Learned and unrecorded parts, under the names they are stored by."""
     strings: dict[str, list[str]]
     kinds: dict[str, str]
     description: dict[str, Any]
@@ -172,7 +174,7 @@ class BufferSet:
         table_of: dict[str, int] = {}
         used = [layer for layer in self.visits if self.keys[layer].rows]
         for layer in used:
-            shape = tuple(self.visits[layer])
+            shape = numbered(self.visits[layer])
             if shape not in seen:
                 seen[shape] = len(tables)
                 tables.append(expand(shape, extras.kinds))
@@ -191,7 +193,7 @@ class BufferSet:
             strings=extras.strings,
             gradients=self.gradients,
             buffers=self.buffers,
-            learned=extras.learned,
+            sums=extras.sums,
         )
 
     def _tensors(self, layer: Layer, fold: Fold) -> Iterator[TensorBytes]:
@@ -206,6 +208,8 @@ class BufferSet:
 
 
 def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
+    if not records:
+        return {}
     groups = max((len(r.hyperparameters) for r in records), default=0)
     settings = np.full((len(records), max(1, groups), len(HYPERPARAMETERS)), np.nan)
     for row, record in zip(settings, records, strict=True):
@@ -214,4 +218,7 @@ def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
                 row[index] = values
     names = ("applied", "kappa", "first", "fresh", "group", "projection")
     arrays = {name: np.stack([getattr(r, name) for r in records]) for name in names}
+    unrecorded = np.stack([r.unrecorded for r in records])
+    if unrecorded.any():
+        arrays["unrecorded"] = unrecorded
     return arrays | {"hyperparameters": settings}

@@ -91,6 +91,7 @@ class DiskSink(Sink):
         dtype_of: Callable[[Layer], torch.dtype],
         storage: Storage,
         *,
+        owes: Callable[[], bool] = lambda: False,
         segment_bytes: int = SEGMENT_BYTES,
         commit_seconds: float | None = None,
         first_step: int = 0,
@@ -101,6 +102,7 @@ class DiskSink(Sink):
         self._dtype_of = dtype_of
         self._storage = storage
         self._fold = fold
+        self._owes = owes
         self._segment_bytes = segment_bytes
         self._commit_seconds = COMMIT_SECONDS if commit_seconds is None else commit_seconds
         self._last_commit = time.monotonic()
@@ -233,7 +235,7 @@ class DiskSink(Sink):
     def _complete(self, current: BufferSet) -> bool:
         """Put to a set what a commit carries; False if there is nothing to commit."""
         current.rewind_all()
-        if not current.records:
+        if not current.records and not self._owes():
             return False
         earlier = current.extras
         if earlier is None or current.gathered != len(current.records):

@@ -28,15 +28,16 @@ from dualform.learning_rules import (
     transitions,
 )
 from dualform.memory.files import INITIAL, TensorFile
-from dualform.recording.accounts import Accumulated, StepAccounts
-from dualform.recording.audit import Transition, Unexplained
+from dualform.recording.accountant import Account, Accountant, Update
+from dualform.recording.accounts import StepAccounts
+from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
+from dualform.recording.findings import Findings
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
+from dualform.recording.sums import Accumulated
 
 CLEAR = 1e3
 """How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
-
-OnUnexplained = Callable[[Watched, str], None]
 
 
 @dataclass(eq=False)
@@ -49,6 +50,11 @@ class Move:
     fresh: bool
     group: int
     transition: Transition | None
+    account: Account | None = None
+    gradient: Tensor | None = None
+    """What the account is to count, or, without an account, what may be stored."""
+    unrecorded: bool = False
+    """Whether patterns play no part in it, though the parameter has some."""
 
 
 @dataclass
@@ -59,40 +65,42 @@ class Reading:
     unscale: float
     settings: list[tuple[float, ...]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    originals: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    """The gradients that accounts are to count, as they lie in `.grad`, and their versions."""
 
 
 class Steps:
     """The step under way, for all optimizers together.
 
-    `unexplained_gradient` is called before the optimizer has moved, `unexplained_weights` after;
-    either may raise, and the step is then not taken as recorded.
+    `findings` hears of a gradient that is not explained before the optimizer has moved, of weights
+    after it has; it may raise, and the step is then not taken as recorded.
     """
 
     def __init__(
         self,
         parameters: Parameters,
         optimizers: Sequence[Optimizer],
-        accounts: StepAccounts,
         path: Path,
         *,
+        step_budget: int,
+        every: int,
         known_rules: bool,
         without_patterns: Callable[[Watched], None],
-        unexplained_gradient: OnUnexplained,
-        unexplained_weights: OnUnexplained,
+        findings: Findings,
     ) -> None:
         self.step = 0
         self.stepped: list[Optimizer] = []
         self._parameters = parameters
         self._optimizers = list(optimizers)
-        self._accounts = accounts
         self._path = path
+        self._every = every
+        self._findings = findings
+        self.accountant = Accountant(self._start_again)
+        self.accounts = StepAccounts(step_budget, parameters.audits, self.accountant)
         self._known_rules = known_rules
         self._without_patterns = without_patterns
-        self._unexplained_gradient = unexplained_gradient
-        self._unexplained_weights = unexplained_weights
         self._record = _blank_record(len(parameters))
-        self._gradients: dict[str, Tensor] = {}
+        self._stored: dict[str, Tensor] = {}
         self._pending: Reading | None = None
         self._transitions: dict[tuple[Any, ...], Transition] = {}
 
@@ -110,6 +118,16 @@ class Steps:
 
     def moved(self, watched: Watched) -> bool:
         return bool(self._record.applied[watched.index])
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the patterns of this step are kept: of every step, or of every k-th."""
+        return self.step % self._every == 0
+
+    def needs_patterns(self, watched: Watched) -> bool:
+        """Whether the parameter moved in this step, by patterns that are to be kept."""
+        i = watched.index
+        return bool(self._record.applied[i] and not self._record.unrecorded[i])
 
     # -- before ---------------------------------------------------------------------------------
 
@@ -145,33 +163,61 @@ class Steps:
             )
         if watched.coverage == "untrained":
             self._decide_coverage(watched, gradient)
-        first = self.step
-        if watched.coverage == "patterns":
-            first = watched.audit.first
-            watched.audit.look_at(gradient, self.step)
-        else:
-            watched.audit.look_at(gradient)
-            reading.gradients[watched.name] = gradient.detach().to("cpu", copy=True)
         fresh = momentum_buffer(reading.optimizer, watched.parameter) is None
         transition = None
         if self._known_rules:
             transition = self._transition(reading.settings[-1], fresh, reading.unscale)
         group = len(reading.settings) - 1
-        reading.moves.append(Move(watched, reading.unscale, first, fresh, group, transition))
+        move = Move(watched, reading.unscale, self.step, fresh, group, transition)
+        reading.moves.append(move)
+        if watched.coverage == "patterns":
+            self._read_resolved(move, gradient)
+        elif self._known_rules:
+            move.account = self.accounts.account(watched, self.step)
+            move.gradient = gradient
+        if move.account is None:
+            if move.gradient is not None:
+                move.gradient = gradient.detach().to("cpu", copy=True)
+            if watched.coverage != "patterns" or move.unrecorded:
+                watched.audit.look_at(gradient)
+        elif move.gradient is not None:
+            changing = reading.unscale != 1.0  # by an optimizer that unscales by itself
+            reading.originals[watched.name] = gradient, gradient._version
+            move.gradient = self.accountant.read(move.account, gradient, changing=changing)
+
+    def _read_resolved(self, move: Move, gradient: Tensor) -> None:
+        """A parameter that has patterns, in this step or in others.
+
+        Where not every step is recorded, a gradient counts as recorded only if all of it came in
+        this very step: one carried over steps may hold patterns that were not kept.
+        """
+        watched = move.watched
+        move.first = watched.audit.first
+        if self._every > 1:
+            move.unrecorded = not self.is_recorded or move.first != self.step
+            if self._known_rules:
+                move.account = self.accounts.unrecorded_account(watched)
+        if move.unrecorded:
+            move.first, move.kappa, move.gradient = self.step, 0.0, gradient
+        else:
+            watched.audit.look_at(gradient, self.step)
 
     def _explain(self, reading: Reading) -> None:
         """Find the factor κ of every gradient that has patterns."""
-        plain = self._parameters.audits.are_plain()
-        for move in reading.moves:
+        resolved = [
+            m for m in reading.moves if m.watched.coverage == "patterns" and not m.unrecorded
+        ]
+        plain = self._parameters.audits.are_plain() if resolved else []
+        for move in resolved:
             watched = move.watched
-            if watched.coverage == "patterns" and not plain[watched.index]:
+            if not plain[watched.index]:
                 try:
                     move.kappa = watched.audit.explain() * reading.unscale
                 except Unexplained as reason:
-                    self._unexplained_gradient(watched, str(reason))
+                    self._findings.unexplained_gradient(self.step, watched, str(reason))
                     assert watched.parameter.grad is not None
                     watched.audit.look_at(watched.parameter.grad)  # the prediction may go on
-        _share_factors(reading.moves)
+        _share_factors(resolved)
 
     def _decide_coverage(self, watched: Watched, gradient: Tensor) -> None:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
@@ -207,6 +253,10 @@ class Steps:
         reading, self._pending = self._pending, None
         if reading is None or not self._known_rules:
             return
+        self.accountant.catch_up()
+        for move in reading.moves:
+            if move.account is not None and move.gradient is not None:
+                move.watched.audit.look_at(move.gradient)
         moves = [
             m
             for m in reading.moves
@@ -225,17 +275,34 @@ class Steps:
             record.applied[i], record.fresh[i] = True, move.fresh
             record.kappa[i], record.first[i] = move.kappa, move.first
             record.group[i] = offset + move.group
-            record.projection[i] = move.watched.audit.sketched * reading.unscale
-        self._advance(moves)
-        if reading.gradients and self._known_rules:
-            kept = {m.watched.name: m.transition for m in moves if m.transition is not None}
-            self._gradients |= self._accounts.keep(
-                self.step,
-                {name: g for name, g in reading.gradients.items() if name in kept},
-                kept,
-                self._learned_now,
-            )
+            record.unrecorded[i] = move.unrecorded
+            if move.account is None or move.gradient is None:  # else the accountant looks at it
+                record.projection[i] = move.watched.audit.sketched * reading.unscale
+        self._advance([move for move in moves if move.account is None])
+        if self._known_rules:
+            self._account_for(reading, moves)
         self.stepped.append(reading.optimizer)
+
+    def _account_for(self, reading: Reading, moves: Sequence[Move]) -> None:
+        """Hand over what accounts are to count; keep the gradients of the others, if possible."""
+        updates = [
+            Update(
+                move.account,
+                move.transition,
+                move.gradient,
+                move.watched.audit.projected.copy() if move.gradient is None else None,
+                self._record,
+                reading.unscale,
+            )
+            for move in moves
+            if move.account is not None and move.transition is not None
+        ]
+        self.accountant.hand_over(updates, reading.originals)
+        for move in moves:
+            if move.account is None and move.gradient is not None:
+                self._stored |= self.accounts.keep(
+                    self.step, move.watched, move.gradient, self._learned_now
+                )
 
     def _advance(self, moves: Sequence[Move]) -> None:
         """Predict where the weights are now; at once where all took the same step."""
@@ -243,7 +310,7 @@ class Steps:
         transition = moves[0].transition if moves else None
         if (
             transition is not None
-            and len(moves) == len(self._parameters)
+            and len(moves) == len(self._parameters) - len(self.accountant.accounts)
             and audits.can_advance
             and all(move.transition == transition for move in moves)
         ):
@@ -261,40 +328,55 @@ class Steps:
             watched.audit.compare(watched.parameter, fingerprint)
         except Unexplained as reason:
             watched.spoiled = True
-            self._unexplained_weights(watched, str(reason))
+            self._findings.unexplained_weights(self.step, watched, str(reason))
 
-    def _learned_now(self, name: str) -> Accumulated:
+    def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
-        watched = self._parameters.by_name[name]
+        name = watched.name
         initial = TensorFile(self._path / INITIAL)
         weights = initial.tensor(f"parameters/{name}").double()
         stored = f"momentum/{name}"
         momentum = initial.tensor(stored).double() if stored in initial.names else weights * 0
-        buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)
-        buffer = next((b for b in buffers if b is not None), torch.zeros_like(watched.parameter))
+        buffer = self._buffer_of(watched)
         ww, wm, mw, mm = watched.audit.initial_share
         return Accumulated(
             watched.parameter.detach().cpu().double() - ww * weights - wm * momentum,
             buffer.detach().cpu().double() - mw * weights - mm * momentum,
         )
 
+    def _buffer_of(self, watched: Watched) -> Tensor:
+        buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)
+        found = next((b for b in buffers if b is not None), None)
+        return torch.zeros_like(watched.parameter) if found is None else found
+
+    def _start_again(self, watched: Watched) -> Accumulated:
+        """A gradient was lost to the accounts: go on from weights and buffer as they are."""
+        self._findings.remark(
+            f"step {self.step}, parameter {watched.name!r}: a gradient was changed in place after "
+            "the update, unlike the ones before; what was learned up to here is taken from the "
+            "weights"
+        )
+        audit, weights = watched.audit, watched.parameter.detach()
+        audit.start_from(audit.project(weights), largest_row(as_matrix(weights)))
+        np.copyto(audit.momentum, audit.project(self._buffer_of(watched)))
+        return self._learned_now(watched)
+
     def close(self) -> tuple[StepRecord, dict[str, Tensor]]:
         """The step is over: its log, and the gradients kept with it."""
-        done = self._record, self._gradients
-        self._record, self._gradients = _blank_record(len(self._parameters)), {}
+        done = self._record, self._stored
+        self._record, self._stored = _blank_record(len(self._parameters)), {}
         self.stepped = []
         self.step += 1
         return done
 
 
-def _share_factors(moves: Sequence[Move]) -> None:
+def _share_factors(resolved: Sequence[Move]) -> None:
     """Give κ to parameters whose own patterns cannot tell it, from the one that tells it best.
 
     Patterns may cancel to nothing but rounding (a bias before BatchNorm): any factor explains such
     a gradient, but what each of its patterns wrote depends on the right one. Clipping and unscaling
     act on all parameters of a group alike.
     """
-    resolved = [m for m in moves if m.watched.coverage == "patterns"]
     if len({m.kappa for m in resolved}) <= 1:
         return
     clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
@@ -346,5 +428,6 @@ def _blank_record(parameters: int) -> StepRecord:
         fresh=np.zeros(parameters, np.uint8),
         group=np.full(parameters, -1, np.int32),
         projection=np.zeros(parameters),
+        unrecorded=np.zeros(parameters, np.uint8),
         hyperparameters=[],
     )

@@ -15,6 +15,7 @@ import torch
 
 from dualform.errors import RecordingError
 from dualform.layers import Layer
+from dualform.layers.kinds import key_width
 from dualform.recording.regions import Narrow, Place, Region, Scaled
 
 DTYPES = {
@@ -23,6 +24,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 """What patterns can be stored in; the first is exact."""
+
+TOKENS = torch.int64
+"""What the keys of an embedding are stored in: little beside an error signal of any width."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,24 @@ class Storage:
     def places(self, layer: Layer, trained: torch.dtype, rows: int) -> tuple[Place, Place | None]:
         """Room for keys and error signals of a layer; None if its keys alone are kept."""
         stored = self.dtype_of(trained)
-        width, height = layer.in_features, layer.out_features
+        width, height = key_width(layer.kind, layer.in_features), layer.out_features
         keeps = self.keeps_error_signals(layer)
+        if layer.kind == "embedding":
+            keys: Place = Region(width, TOKENS, rows)
+        elif stored == trained:
+            keys = Region(width, stored, rows)
+        else:
+            keys = Narrow(width, stored, trained, rows)
         if stored == trained:
-            return Region(width, stored, rows), Region(height, stored, rows) if keeps else None
+            return keys, Region(height, stored, rows) if keeps else None
         scaled = Scaled if stored == torch.float16 else Narrow
-        keys = Narrow(width, stored, trained, rows)
         return keys, scaled(height, stored, trained, rows) if keeps else None
 
     def bytes_per_pattern(self, layer: Layer, trained: torch.dtype) -> tuple[int, int]:
         """What a key and an error signal take on disk, as long as 16 bits hold them."""
         stored = self.dtype_of(trained)
-        key = layer.in_features * stored.itemsize
+        width = key_width(layer.kind, layer.in_features)
+        key = width * (TOKENS if layer.kind == "embedding" else stored).itemsize
         if not self.keeps_error_signals(layer):
             return key, 0
         scale = 4 if stored == torch.float16 and stored != trained else 0
@@ -86,10 +96,11 @@ def chosen(error_signals: bool | str | Iterable[str]) -> tuple[str, ...]:
     """What `error_signals=` means, as name patterns."""
     if isinstance(error_signals, bool):
         return ("*",) if error_signals else ()
-    patterns = (error_signals,) if isinstance(error_signals, str) else tuple(error_signals)
+    listed = (error_signals,) if isinstance(error_signals, str) else error_signals
+    patterns = tuple(listed) if isinstance(listed, Iterable) else (None,)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise RecordingError(
             f"error_signals={error_signals!r} was given; expected True, False, or name patterns of "
             'layers, such as ["fc*"]'
         )
-    return patterns
+    return tuple(map(str, patterns))

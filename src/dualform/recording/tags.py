@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.memory.files import NO_VALUE
@@ -44,9 +45,23 @@ class Tag:
                     f"the tag {name!r} has shape {list(values.shape)}, but layer {layer!r} saw an "
                     f"input of leading shape {list(shape)} ({prod(shape)} patterns). Expected one "
                     "value per example ([B]), one per example and position ([B, L]), or a single "
-                    "value for all. Call recorder.tag(...) with the batch that is about to be fed"
+                    "value for all. Call recorder.tag(...) with the batch that is about to be fed. "
+                    "A model that is fed sequence first ([L, B, d]) takes tags of shape [L, B]; "
+                    "where its layers see different L (an encoder and a decoder), no one tag fits "
+                    "all: feed it batch first, or give a single value for all"
                 )
         self._fits.add(shape)
+
+    def is_of(self, tokens: Tensor, shape: tuple[int, ...]) -> bool:
+        """Whether tokens that were looked up are those of the batch, one or more per example.
+
+        Positions are looked up once for all examples: 0, 1, 2, ... in order, or in another shape.
+        Their patterns belong to no example, and get no tag.
+        """
+        if any(_spread(values, shape) is None for values in self.columns.values()):
+            return False
+        in_order = torch.arange(len(tokens)).to(tokens)
+        return not (len(shape) == 1 and len(tokens) > 1 and torch.equal(tokens[:, 0], in_order))
 
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
@@ -63,14 +78,51 @@ class Tag:
         return rows // shape[0] if shape and shape[0] else 1
 
 
+class Context(NamedTuple):
+    """What is true of an input when it is fed, and may no longer be when it is differentiated.
+
+    `inside`: fed while a backward pass was running.
+    """
+
+    tag: Tag | None
+    stale: bool
+    call: int
+    inside: bool
+
+
 class Visit(NamedTuple):
-    """One backward pass through one use of one layer."""
+    """One backward pass through one use of one layer.
+
+    `call` rises from one forward call to the next, of any layer; `numbered` counts.
+    """
 
     step: int
     microbatch: int
     call: int
     shape: tuple[int, ...]
     tag: Tag | None
+
+
+def refuse_untagged(layer: str, shape: tuple[int, ...], step: int) -> None:
+    """Raise `RecordingError`: a batch was fed without a tag, though earlier ones had one."""
+    raise RecordingError(
+        f"layer {layer!r} saw a batch of leading shape {list(shape)} at step {step} that was not "
+        "tagged, though earlier batches were. Call recorder.tag(...) for every batch, before the "
+        "model is called"
+    )
+
+
+def numbered(visits: Sequence[Visit]) -> tuple[Visit, ...]:
+    """The visits of a layer with its uses counted, 0, 1, ..., in the order of the forward calls.
+
+    Counted are those that one backward pass went through: a forward call that was never
+    differentiated has left no patterns, and is not one of them.
+    """
+    uses: dict[tuple[int, int], list[int]] = {}
+    for visit in visits:
+        uses.setdefault((visit.step, visit.microbatch), []).append(visit.call)
+    order = {key: sorted(set(calls)) for key, calls in uses.items()}
+    return tuple(v._replace(call=order[v.step, v.microbatch].index(v.call)) for v in visits)
 
 
 def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
@@ -130,6 +182,10 @@ class Tags:
         self.kinds = dict(kinds)
         self._codes = {n: {s: code for code, s in enumerate(known)} for n, known in strings.items()}
         self._written = {name: len(known) for name, known in strings.items()}
+
+    def forgotten(self) -> Tag | None:
+        """What is in force until the first tag after a resume; None if nothing was ever tagged."""
+        return Tag({}, -1, self._calls) if self.kinds else None
 
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""

@@ -1,0 +1,78 @@
+"""What a node of an autograd graph has saved: at hand, or computed anew when it is asked for.
+
+An activation checkpoint keeps nothing of its inside. It leaves a promise in each node, and runs its
+part of the network once more when the backward pass reaches the first of them. Whoever holds the
+promise can ask for the tensor just before the node itself does.
+
+Why it is hard: a checkpoint gives each tensor out once and forgets it, and the node would then find
+nothing. So while it is asked here, it is kept from forgetting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class Saved:
+    """The input of a product as its node has saved it, as rows [n, d]: of tokens [n, 1].
+
+    `flipped`: saved as columns. Holds no reference to the node: one that held itself would never be
+    freed.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor | None,
+        bring: Any = None,
+        promise: Any = None,
+        *,
+        flipped: bool = False,
+        tokens: bool = False,
+    ) -> None:
+        self._tensor, self._bring, self._promise = tensor, bring, promise
+        self._flipped, self._tokens = flipped, tokens
+
+    @classmethod
+    def by(cls, node: Node, name: str, *, flipped: bool = False, tokens: bool = False) -> Saved:
+        """What a node has saved under a name."""
+        raw = getattr(node, f"_raw_saved_{name}")
+        if raw.unpack_hook is None:
+            tensor = getattr(node, f"_saved_{name}").detach()
+            return cls(tensor, flipped=flipped, tokens=tokens)
+        promise = getattr(raw, "data", None)
+        return cls(None, raw.unpack_hook, promise, flipped=flipped, tokens=tokens)
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether there is a way to it; there may be none in other versions of torch."""
+        return self._tensor is not None or self._promise is not None
+
+    def read(self) -> Tensor:
+        """The rows; from a checkpoint inside a backward pass, or at the cost of running it."""
+        tensor = self._brought() if self._tensor is None else self._tensor
+        if self._tokens:
+            return tensor.reshape(-1, 1)
+        return tensor.T if self._flipped else tensor
+
+    def _brought(self) -> Tensor:
+        promise = self._promise
+        lends = isinstance(getattr(promise, "handles", None), dict)
+        if not lends or torch._C._current_graph_task_id() == -1:  # then all of it is for us alone
+            return self._bring(promise).detach()  # type: ignore[no-any-return]
+        promise.handles = _Lasting(promise.handles)
+        try:
+            return self._bring(promise).detach()  # type: ignore[no-any-return]
+        finally:
+            promise.handles = dict(promise.handles)
+
+
+class _Lasting(dict[Any, Any]):
+    """What a checkpoint knows of a tensor in each backward pass; None would mean: given out."""
+
+    def __setitem__(self, backward: Any, handle: Any) -> None:
+        if handle is not None:
+            super().__setitem__(backward, handle)

@@ -1,0 +1,284 @@
+"""Accounting beside the training: sums and predictions are followed by a thread of their own.
+
+Of a parameter whose gradients are only summed up, the training thread hands over each gradient with
+the learning rule's scalars, and goes on. The accountant projects it (for the log, and for the
+prediction of where the weights are), holds it, and folds what it holds into the sums.
+
+Why it is hard: the gradient handed over is the training loop's own tensor. Copying it would cost
+the training thread more than everything else it does for the recording. But a loop may write over
+it at any time: `zero_grad(set_to_none=False)`, `p.grad.zero_()`, another backward pass. So the
+loop's habit is learned first. Its first gradient is copied; if, at the next step, it lies untouched
+and is no longer `p.grad`, the loop throws gradients away, and the next ones are lent, not copied.
+Every one of them is looked at again on the training thread, after the accountant is done with it:
+torch counts a tensor's in-place changes. Should a lent one have been touched, what was read of it
+cannot be trusted. The sum is then taken from the weights themselves, as they are now, a remark says
+so, and that parameter's gradients are copied from there on.
+
+Memory: besides the sums (16 bytes per entry of a parameter), the gradients of `WAITING` + 1 parcels
+(one step each, unless `PARCEL_BYTES` hold more), and those held to be folded: of `HELD` steps, or
+as many as `HELD_BYTES` hold.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.errors import RecordingError
+from dualform.recording.audit import Transition, advance_along, as_matrix
+from dualform.recording.parameters import Watched
+from dualform.recording.ring import StepRecord
+from dualform.recording.sums import HELD, Accumulated
+
+WAITING = 2
+"""How many parcels may wait for the accountant; then training waits."""
+
+PARCEL_BYTES = 1 << 20
+"""Small gradients are handed over several steps at once: waking a thread costs more than they."""
+
+HELD_BYTES = 64 << 20
+"""Gradients are folded before they take more than this (one step's may)."""
+
+
+class Loan(NamedTuple):
+    """A gradient lent to the accountant: as the training loop has it, and what to read."""
+
+    number: int
+    original: Tensor
+    version: int
+    record: StepRecord
+
+
+@dataclass(eq=False)
+class Account:
+    """One parameter as the accountant follows it."""
+
+    watched: Watched
+    sum: Accumulated
+    probe: Tensor
+    lends: bool = False
+    """Whether gradients are lent rather than copied."""
+    first: tuple[Tensor, int] | None = None
+    """The gradient, and its version, from which the loop's habit will be learned."""
+    habit_known: bool = False
+    loans: list[Loan] = field(default_factory=list)
+    folded: int = 0
+    """The last step whose gradients are in the sum: nothing before it is read any more."""
+
+
+class Update(NamedTuple):
+    """What an optimizer did with one parameter.
+
+    A `gradient` counts in the sum; `projected` is the gradient along the probe, if it is known.
+    """
+
+    account: Account
+    transition: Transition
+    gradient: Tensor | None
+    projected: NDArray[np.float64] | None
+    record: StepRecord
+    unscale: float
+
+
+class Pause(NamedTuple):
+    """Everything before it is to be done; folded, if asked for. Then the lock is let go of."""
+
+    lock: _thread.LockType
+    fold: bool
+
+
+Job = Pause | str
+"""What wakes the accountant: "look" what was handed over, a pause, or the "end"."""
+
+
+class Accountant:
+    """Follows accounts in a thread that begins with the first update.
+
+    `restart` gives a parameter's learned part by its weights, where a gradient was lost.
+    """
+
+    def __init__(self, restart: Callable[[Watched], Accumulated]) -> None:
+        self._restart = restart
+        self.accounts: dict[str, Account] = {}
+        self._handed: deque[tuple[int, list[Update]]] = deque()  # steps, by one operation each
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._room = threading.Semaphore(WAITING)
+        self._number = self._done = 0  # of the last step handed over, and of the last one done
+        self._parcel_steps = self._parcel_bytes = 0
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def open(self, watched: Watched, learned: Accumulated, *, lendable: bool = True) -> None:
+        """Follow a parameter from here on; its gradients are lent only if that may be."""
+        probe = watched.audit.probe64.to(watched.audit.probe.dtype)
+        account = Account(watched, learned, probe, habit_known=not lendable)
+        # a new table, not a new entry: the accountant may be going through the old one
+        self.accounts = self.accounts | {watched.name: account}
+
+    # -- on the training thread -----------------------------------------------------------------
+
+    def read(self, account: Account, gradient: Tensor, *, changing: bool) -> Tensor:
+        """Before the optimizer moves: the gradient to be handed over after it has.
+
+        `changing`: the optimizer itself is about to change it.
+        """
+        self._look_after(account, gradient)
+        if account.lends and not changing and _is_its_own(gradient):
+            return gradient
+        return gradient.detach().to("cpu", copy=True)
+
+    def hand_over(self, updates: list[Update], originals: dict[str, tuple[Tensor, int]]) -> None:
+        """What an optimizer did; `originals` are the gradients with their versions when read."""
+        if not updates or os.getpid() != self._process:
+            return
+        self._raise_failure()
+        if self._thread is None:
+            self._start()
+        self._number = number = self._number + 1
+        for update in updates:
+            account = update.account
+            if update.gradient is None:
+                continue
+            self._parcel_bytes += update.gradient.numel() * update.gradient.element_size()
+            original, version = originals[account.watched.name]
+            if update.gradient is original:
+                account.loans.append(Loan(number, original, version, update.record))
+            elif not account.habit_known and original.device.type == "cpu":
+                account.first = original, version
+        self._handed.append((number, updates))
+        self._parcel_steps += 1
+        if self._parcel_steps >= HELD or self._parcel_bytes >= PARCEL_BYTES:
+            self._parcel_steps = self._parcel_bytes = 0
+            self._room.acquire()
+            self._jobs.put("look")
+
+    def _look_after(self, account: Account, gradient: Tensor) -> None:
+        """The next gradient is there: were the last ones left alone, as the loop's habit says?"""
+        if account.first is not None:
+            (first, version), account.first = account.first, None
+            account.habit_known = True
+            account.lends = first._version == version and first is not gradient
+        if account.loans:
+            kept = account.loans[-1].original is gradient
+            self._check(account, touched=kept)
+
+    def _check(self, account: Account, *, touched: bool = False) -> None:
+        """Look at everything lent; what the accountant is done with is then settled."""
+        done = account.folded  # before looking: whatever is untouched now was so when it was read
+        if touched or any(loan.original._version != loan.version for loan in account.loans):
+            self._start_again(account)
+        elif account.loans[0].number <= done:
+            account.loans = [loan for loan in account.loans if loan.number > done]
+
+    def _start_again(self, account: Account) -> None:
+        """A gradient was touched while it was lent: go on from the weights themselves."""
+        self._wait(fold=True)
+        watched = account.watched
+        for loan in account.loans:
+            loan.record.projection[watched.index] = np.nan
+        account.loans, account.lends = [], False
+        account.sum = self._restart(watched)
+
+    def catch_up(self) -> None:
+        """Every prediction is up to date."""
+        self._wait(fold=False)
+        self._check_all()
+
+    def settle(self) -> None:
+        """Every prediction and every sum is up to date, and can be trusted."""
+        self._wait(fold=True)
+        self._check_all()
+
+    def _check_all(self) -> None:
+        for account in self.accounts.values():
+            if account.loans:
+                self._check(account)
+
+    def _wait(self, *, fold: bool) -> None:
+        if self._thread is not None and os.getpid() == self._process:
+            lock = _thread.allocate_lock()
+            lock.acquire()
+            self._jobs.put(Pause(lock, fold))
+            lock.acquire()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """End the thread; whatever was handed over is done first."""
+        if self._thread is not None and os.getpid() == self._process:
+            self._jobs.put("end")
+            self._thread.join()
+            self._thread = None
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="dualform-accountant", daemon=True)
+        self._thread.start()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RecordingError(
+                f"accounting for parameters without patterns failed: {self._failure!r}"
+            ) from self._failure
+
+    # -- on the accountant's thread -------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) != "end":
+            try:
+                while self._handed:
+                    number, updates = self._handed.popleft()
+                    if self._failure is None:
+                        self._follow(number, updates)
+                    del updates  # gradients are not held on to while waiting for others
+                if isinstance(job, Pause) and job.fold:
+                    self._fold(self.accounts.values())
+            except BaseException as error:
+                self._failure = error
+            finally:
+                if isinstance(job, Pause):
+                    job.lock.release()
+                else:
+                    self._room.release()
+
+    def _follow(self, number: int, updates: Sequence[Update]) -> None:
+        for account, transition, gradient, projected, record, unscale in updates:
+            audit = account.watched.audit
+            if projected is None:
+                assert gradient is not None
+                matrix = as_matrix(gradient).to(account.probe.dtype)
+                projected = torch.mv(matrix, account.probe).double().numpy()
+                record.projection[account.watched.index] = audit.sketch.dot(projected) * unscale
+            change, pull = advance_along(audit.weights, audit.momentum, projected, transition)
+            audit.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
+            account.sum.hold(transition, gradient)
+        self._done = number
+        full = sum(a.sum.held_bytes for a in self.accounts.values()) >= HELD_BYTES
+        self._fold(a for a in self.accounts.values() if full or a.sum.held >= HELD)
+
+    def _fold(self, accounts: Iterable[Account]) -> None:
+        for account in accounts:
+            account.sum.fold()
+            account.folded = self._done
+
+
+def _is_its_own(gradient: Tensor) -> bool:
+    """Whether nobody writes to the gradient's memory but by way of the gradient itself.
+
+    Not so for a part of a larger buffer, as distributed training keeps them.
+    """
+    return (
+        gradient.device.type == "cpu"
+        and not gradient.requires_grad
+        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    )

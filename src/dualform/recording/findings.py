@@ -1,0 +1,73 @@
+"""What of a run could not be explained, and what else is worth saying of it.
+
+A gradient that no patterns account for is found before the optimizer has moved, so recording can
+stop with everything before it exact. Weights that are not where the rule puts them are found after,
+in the middle of writing a step down: that is raised only once nothing can be lost by it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from dualform.errors import AuditError
+from dualform.recording.parameters import Watched
+
+STOPPED = ' Recording stopped here; audit="warn" would go on with a memory that is not exact.'
+
+MOST_REMARKS = 100
+
+
+class Findings:
+    """Whether all is explained so far, and the remarks that the memory will carry."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._trouble: str | None = None
+        self._remarks: list[str] = []
+        self.exact = True
+        self.dropped = 0
+        """How many patterns of skipped steps were dropped."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was dropped or could not be explained so far, in sentences."""
+        dropped = f"{self.dropped} patterns of skipped steps were dropped"
+        return (*self._remarks, *([dropped] if self.dropped else []))
+
+    def restore(self, exact: bool, remarks: tuple[str, ...]) -> None:
+        """A resumed run: what was found before."""
+        self.exact = exact and self.exact
+        self._remarks[:0] = remarks
+
+    def remark(self, message: str) -> None:
+        if len(self._remarks) < MOST_REMARKS:
+            self._remarks.append(message)
+
+    def unexplained_gradient(self, step: int, watched: Watched, reason: str) -> None:
+        message = f"step {step}, parameter {watched.name!r}: {reason}"
+        if self._strict:  # the optimizer has not moved yet: what is recorded so far stays exact
+            raise AuditError(message + STOPPED)
+        self.not_exact(message)
+
+    def unexplained_weights(self, step: int, watched: Watched, reason: str) -> None:
+        message = f"step {step}, parameter {watched.name!r}: {reason}"
+        if watched.coverage == "untrained":
+            message += (
+                " None of the optimizers given trains it: keep what something else changes (an "
+                "averaged copy, a teacher) out of the model given to record."
+            )
+        if self._strict and self._trouble is None:
+            self._trouble = message
+        self.not_exact(message)
+
+    def raise_trouble(self) -> None:
+        """Raise what a comparison of the weights found, once nothing can be lost by it."""
+        message, self._trouble = self._trouble, None
+        if message is not None:
+            raise AuditError(message + STOPPED)
+
+    def not_exact(self, message: str) -> None:
+        if self.exact and not self._strict:
+            warnings.warn(f"dualform: this run is not exact. {message}", stacklevel=2)
+        self.exact = False
+        self.remark(message)
