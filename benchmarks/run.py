@@ -2,7 +2,8 @@
 
     make bench
 
-Each benchmark prints one JSON line per row: {"bench": ..., "ratio": ..., "target": ..., "ok": ...}.
+Each benchmark prints one JSON line per row: {"bench": ..., "ratio": ..., "target": ..., "ok": ...};
+a target is an upper bound unless the row says "at_least".
 Ratios only: both sides of each are measured in one process, taking turns. A row without a target is
 there for comparison. The exit code is 1 if a target was missed.
 """
@@ -42,7 +43,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         low, high = row.get("range", (None, None))
         span = "" if low is None else f"{low:.2f} to {high:.2f}"
-        target = "" if row["target"] is None else f"≤ {row['target']}"
+        sign = "≥" if row.get("at_least") else "≤"
+        target = "" if row["target"] is None else f"{sign} {row['target']:g}"
         met = {True: "yes", False: "**no**", None: ""}[row["ok"]]
         lines.append(f"| {row['bench']} | {row['ratio']} | {span} | {target} | {met} |")
     return "\n".join(lines)

@@ -542,3 +542,88 @@ def test_a_spinner_appears_where_there_is_no_measure(monkeypatch: pytest.MonkeyP
     with terminal.busy("attending"):
         time.sleep(0.3)
     assert "attending" in stream.written
+
+
+# Further tables, exports, preparing ---------------------------------------------------------------
+
+
+def test_attend_adds_up_over_time_by_example_and_by_two_columns(place: Path, ask_json: Any) -> None:
+    asked = ("attend", "run", "--example", 5, "--layer", "fc1", "--sum-by", "source")
+    found = ask_json(
+        *asked, "--sum-by", "label", "--over", "step", "--bins", 4, "--by-example", "--by", "label"
+    )
+    spotlight = df.DualForm(None, place / "run").attend(example=5)["fc1"]
+    tables = found["layers"]["fc1"]
+    assert tables["top"] == spotlight.top(10, by="label").to_dict()
+    assert tables["sum_by"] == spotlight.sum_by("source", "label").to_dict()
+    assert tables["over"] == spotlight.over("step", bins=4).to_dict()
+    assert tables["by_example"] == spotlight.by_example().to_dict()
+
+
+def test_contribute_splits_a_margin_and_adds_it_up(place: Path, ask_json: Any) -> None:
+    asked = ("contribute", "run", "--example", 5, "--target", "margin", "--label", 2)
+    found = ask_json(*asked, "--by", "label", "--top", 2, "--over", "step", "--by-example")
+    answer = df.DualForm(None, place / "run").contribute(example=5, target="margin", label=2)
+    assert found["target"] == answer.target
+    assert found["top"] == answer.top(2, by="label").to_dict()
+    assert found["over"] == answer.over("step").to_dict()
+    assert found["by_example"] == answer.by_example().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("contribute", "run", "--example", 5, "--target", "largest"), "number of an output"),
+        (("contribute", "run", "--example", 5, "--target", 1, "--label", 1), "margin"),
+        (("attend", "run", "--example", 5, "--export", "top.xlsx"), ".csv or .parquet"),
+        (("attend", "run", "--example", 5, "--export", "nowhere/top.csv"), "cannot be written"),
+        (("attend", "run", "--example", 5, "--over", "source"), "text"),
+        (("attend", "run", "--example", 5, "--over", "step", "--bins", 0), "at least one"),
+        (("prepare", "run", "--layer", "fc9"), "no layer 'fc9'"),
+    ],
+)
+def test_questions_that_cannot_be_answered_say_why(ask: Any, asked: Any, words: str) -> None:
+    result = ask(*asked)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_one_table_is_exported_to_the_file_and_several_to_files_named_after_it(
+    place: Path, ask: Any, tmp_path: Path
+) -> None:
+    import csv
+
+    asked = ("attend", "run", "--example", 5, "--layer", "fc2", "--top", 7)
+    assert ask(*asked, "--export", tmp_path / "top.csv").exit_code == 0
+    expected = df.DualForm(None, place / "run").attend(example=5)["fc2"].top(7)
+    with open(tmp_path / "top.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["weight"]) for row in rows] == expected["weight"].tolist()
+    assert list(rows[0]) == list(expected.columns)
+    result = ask(*asked, "--sum-by", "label", "--export", tmp_path / "all.csv")
+    assert result.exit_code == 0
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "top.csv", "all-fc2-top.csv", "all-fc2-sum_by.csv"
+    }  # fmt: skip
+    assert "all-fc2-top.csv" in result.stderr
+
+
+def test_parquet_keeps_types_and_the_caption(place: Path, ask: Any, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "by.parquet"
+    asked = ("contribute", "run", "--example", 5, "--target", 1, "--export", file)
+    assert ask(*asked).exit_code == 0
+    answer = df.DualForm(None, place / "run").contribute(example=5, target=1).top(10)
+    table = parquet.read_table(file)
+    assert table.column_names == list(answer.columns)
+    assert table["contribution"].to_pylist() == answer["contribution"].tolist()
+    assert table.schema.metadata[b"caption"].decode() == answer.caption
+
+
+def test_prepare_says_how_much_it_made(place: Path, ask_json: Any, tmp_path: Path) -> None:
+    shutil.copytree(place / "run", tmp_path / "run")
+    found = ask_json("prepare", tmp_path / "run", "--layer", "fc1")
+    assert found["rows"] == [{"layer": "fc1", "bytes": 80 * (6 + 12)}]
+    before = ask_json("attend", place / "run", "--example", 5)["layers"]
+    assert ask_json("attend", tmp_path / "run", "--example", 5)["layers"] == before

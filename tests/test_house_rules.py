@@ -23,7 +23,7 @@ LONGEST_FILE = 500
 """Lines; an idea that truly needs more is rare enough to be discussed."""
 
 RUNS_CODE = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-OPTIONAL = {"pandas", "pyarrow", "sklearn"}
+OPTIONAL = {"pandas", "pyarrow", "sklearn", "numba", "faiss"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
 
 

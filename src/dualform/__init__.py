@@ -9,6 +9,7 @@ from dualform.attention import (
     Attention,
     Contribution,
     DualForm,
+    Routed,
     Spotlight,
     Verification,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "QueryError",
     "Recorder",
     "RecordingError",
+    "Routed",
     "Spotlight",
     "Table",
     "Verification",

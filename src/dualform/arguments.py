@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import dualform as df
 
-TAKEN = frozenset({"by", "example", "layer", "layers", "progress", "queries", "target"})
+TAKEN = frozenset({"by", "example", "label", "layer", "layers", "progress", "queries", "target"})
 """Keyword arguments of `DualForm`'s own verbs, which an input cannot be called."""
 
 
@@ -159,6 +159,19 @@ def running(file: Path | None) -> Iterator[None]:
         raise df.DualFormError(
             f"the model could not be run on {file}: {type(error).__name__}: {error}"
         ) from error
+
+
+def target_of(text: str) -> int | str:
+    """An output's number, or `margin`."""
+    if text == "margin":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise df.QueryError(
+            f"--target {text} was given; expected the number of an output, counted from 0, or "
+            "margin"
+        ) from None
 
 
 def largest_output(output: Any) -> int:

@@ -7,16 +7,38 @@ arguments name is found by `arguments.py`; errors, progress and pipes are `termi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 import dualform as df
-from dualform import arguments, overview, terminal
-
-Command = Callable[..., Any]
+from dualform import arguments, exports, overview, terminal
+from dualform.attention import reporting
+from dualform.options import (
+    at_option,
+    bins_option,
+    by_example_option,
+    by_option,
+    destination_argument,
+    example_option,
+    export_option,
+    input_option,
+    json_option,
+    kept_layers_option,
+    model_option,
+    over_option,
+    replace_option,
+    run_argument,
+    sign_option,
+    snapshot_every_option,
+    sum_by_option,
+    to_dtype_option,
+    together,
+    top_option,
+)
 
 
 @click.group(cls=terminal.Shell, context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,77 +51,6 @@ def main() -> None:
 
     Exit status: 0 fine, 1 a verification failed, 2 the question cannot be answered.
     """
-
-
-# Options that several commands share --------------------------------------------------------------
-
-run_argument = click.argument("run", type=click.Path(path_type=Path))
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document instead of text."
-)
-model_option = click.option(
-    "--model",
-    metavar="PACKAGE.MODULE:FACTORY",
-    help="A function without arguments that builds the architecture; its weights come from the "
-    "memory. It is imported (the current directory counts) and called: name only code you trust.",
-)
-input_option = click.option(
-    "--input",
-    "input_file",
-    metavar="FILE.safetensors",
-    type=click.Path(path_type=Path),
-    help="A model input. One tensor: the positional argument; several: keyword arguments by their "
-    "names. Needs --model.",
-)
-example_option = click.option(
-    "--example", metavar="ID", help="A recorded example, asked by its last recorded keys."
-)
-at_option = click.option(
-    "--at", metavar="STEP", type=int, help="Ask the network as it was after so many updates."
-)
-top_option = click.option(
-    "--top", default=10, show_default=True, help="How many patterns to list (20 shown as text)."
-)
-sign_option = click.option(
-    "--sign",
-    type=click.Choice(["most", "least", "absolute"]),
-    default="most",
-    show_default=True,
-    help="Most positive, most negative, or largest either way.",
-)
-sum_by_option = click.option(
-    "--sum-by", metavar="COLUMN", help="Also add up by the values of a column, such as label."
-)
-
-
-destination_argument = click.argument("destination", type=click.Path(path_type=Path))
-kept_layers_option = click.option(
-    "--layers", multiple=True, help="Keep the patterns of these only: a name or 'fc*'; repeatable."
-)
-to_dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Store patterns in 16 bits; float32 (as trained) for those that still are.",
-)
-snapshot_every_option = click.option(
-    "--snapshot-every",
-    metavar="STEPS",
-    default=1,
-    show_default=True,
-    help="Where patterns go, keep what was learned at segment ends at least so many steps apart.",
-)
-replace_option = click.option(
-    "--overwrite", is_flag=True, help="Replace a memory that is already at DESTINATION."
-)
-
-
-def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def apply(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
 
 
 # The commands -------------------------------------------------------------------------------------
@@ -145,7 +96,7 @@ def demo(path: Path | None, overwrite: bool, seed: int, steps: int, as_json: boo
 
 
 @main.command()
-@_options(run_argument, json_option)
+@together(run_argument, json_option)
 def info(run: Path, as_json: bool) -> None:
     """What a memory holds, and how every parameter is covered.
 
@@ -161,7 +112,7 @@ def info(run: Path, as_json: bool) -> None:
 
 
 @main.command()
-@_options(run_argument, model_option)
+@together(run_argument, model_option)
 @click.option(
     "--weights",
     metavar="FILE.safetensors",
@@ -169,7 +120,7 @@ def info(run: Path, as_json: bool) -> None:
     help="Your own checkpoint of the trained model, to compare with; by default the snapshot that "
     "was kept at the end of the recording. Needs --model.",
 )
-@_options(input_option, json_option)
+@together(input_option, json_option)
 def verify(
     run: Path, model: str | None, weights: Path | None, input_file: Path | None, as_json: bool
 ) -> None:
@@ -200,11 +151,10 @@ def verify(
 
 
 @main.command()
-@_options(run_argument, example_option, input_option, model_option)
+@together(run_argument, example_option, input_option, model_option)
 @click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
-@_options(at_option, top_option, sign_option)
-@click.option("--by", metavar="COLUMN", help="List the top patterns of every value of a column.")
-@_options(sum_by_option, json_option)
+@together(at_option, top_option, sign_option, by_option)
+@together(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
 def attend(
     run: Path,
     example: str | None,
@@ -215,7 +165,11 @@ def attend(
     top: int,
     sign: str,
     by: str | None,
-    sum_by: str | None,
+    sum_by: tuple[str, ...],
+    over: str | None,
+    bins: int,
+    by_example: bool,
+    export: Path | None,
     as_json: bool,
 ) -> None:
     """What each layer looks at: the training patterns whose keys are most like the query.
@@ -223,17 +177,18 @@ def attend(
     Attention weights are key · query, signed and unnormalised; positive means alike. Ask with
     --example (a training example, no model needed) or with --input and --model (any input).
     """
-    dual, query = _question(run, example, input_file, model, at)
-    with terminal.busy("attending"):
+    dual, query = _question(run, example, input_file, model, at, export)
+    with _working("attending"):
         with arguments.running(input_file):
             attention = dual.attend(*query.pop("positional"), layers=layers or None, **query)
         found = {
             name: {
                 "top": spotlight.top(top, by=by, sign=sign),
-                **({} if sum_by is None else {"sum_by": spotlight.sum_by(sum_by)}),
+                **_further(spotlight, sum_by, over, bins, by_example),
             }
             for name, spotlight in attention.items()
         }
+    _export(export, {f"{n}-{k}": t for n, tables in found.items() for k, t in tables.items()})
     if as_json:
         answer = {n: {k: t.to_dict() for k, t in tables.items()} for n, tables in found.items()}
         terminal.show_json({"run": str(run), "step": dual.step, "layers": answer})
@@ -243,30 +198,38 @@ def attend(
 
 
 @main.command()
-@_options(run_argument, example_option, input_option, model_option)
+@together(run_argument, example_option, input_option, model_option)
 @click.option(
     "--target",
     metavar="OUTPUT",
-    type=int,
-    help="Which output, counted from 0. With --input the largest one by default.",
+    help="Which output, counted from 0; or 'margin': the true class (--label) minus the best "
+    "other, or the predicted minus the runner-up. With --input the largest output by default.",
 )
+@click.option("--label", type=int, help="The true class, for --target margin.")
 @click.option(
     "--layer",
     help="By default the layer that produces the output. Through an earlier layer contributions "
     "are to first order.",
 )
-@_options(at_option, top_option, sign_option, sum_by_option, json_option)
+@together(at_option, top_option, sign_option, by_option)
+@together(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
 def contribute(
     run: Path,
     example: str | None,
     input_file: Path | None,
     model: str | None,
-    target: int | None,
+    target: str | None,
+    label: int | None,
     layer: str | None,
     at: int | None,
     top: int,
     sign: str,
-    sum_by: str | None,
+    by: str | None,
+    sum_by: tuple[str, ...],
+    over: str | None,
+    bins: int,
+    by_example: bool,
+    export: Path | None,
     as_json: bool,
 ) -> None:
     """What each training pattern wrote into an output, in the output's own units.
@@ -276,20 +239,40 @@ def contribute(
     """
     if target is None and example is not None:
         raise click.UsageError("--example needs --target: which output of the layer")
-    dual, query = _question(run, example, input_file, model, at)
+    aim = None if target is None else arguments.target_of(target)
+    dual, query = _question(run, example, input_file, model, at, export)
     positional = query.pop("positional")
-    with terminal.busy("adding up"), arguments.running(input_file):
-        if target is None:
-            target = arguments.largest_output(dual(*positional, **query))
-        answer = dual.contribute(*positional, target=target, layer=layer, **query)
-        listed = {"top": answer.top(top, sign=sign)}
-        if sum_by is not None:
-            listed["sum_by"] = answer.sum_by(sum_by)
+    with _working("adding up"), arguments.running(input_file):
+        if aim is None:
+            aim = arguments.largest_output(dual(*positional, **query))
+        answer = dual.contribute(*positional, target=aim, layer=layer, label=label, **query)
+        listed = {"top": answer.top(top, sign=sign, by=by)}
+        listed |= _further(answer, sum_by, over, bins, by_example)
+    _export(export, listed)
     if as_json:
         tables = {name: table.to_dict() for name, table in listed.items()}
         terminal.show_json({"run": str(run), "step": dual.step, **answer.to_dict(), **tables})
     else:
         terminal.show(overview.draw_sum(answer), *map(overview.narrow, listed.values()))
+
+
+@main.command()
+@run_argument
+@click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
+@json_option
+def prepare(run: Path, layers: tuple[str, ...], as_json: bool) -> None:
+    """Make short copies of the keys, so that single questions are answered faster.
+
+    A quarter of the bytes of float32 keys, in RUN/derived; delete that directory whenever you like.
+    Answers stay the same. Needs the extra `fast` to be of use.
+    """
+    dual = df.DualForm(None, df.Memory.open(run))
+    with _working("preparing"):
+        made = dual.prepare(layers or None)
+    if as_json:
+        terminal.show_json({"run": str(run), **made.to_dict()})
+    else:
+        terminal.show(made)
 
 
 @main.command()
@@ -364,7 +347,7 @@ def estimate(
 
 
 @main.command()
-@_options(run_argument, destination_argument, to_dtype_option, kept_layers_option)
+@together(run_argument, destination_argument, to_dtype_option, kept_layers_option)
 @click.option(
     "--error-signals",
     multiple=True,
@@ -372,7 +355,7 @@ def estimate(
     help="Keep the error signals of these only: a name or 'fc*'; repeatable.",
 )
 @click.option("--no-error-signals", is_flag=True, help="Keep keys alone.")
-@_options(snapshot_every_option, replace_option, json_option)
+@together(snapshot_every_option, replace_option, json_option)
 def export(
     run: Path,
     destination: Path,
@@ -395,7 +378,7 @@ def export(
 
 
 @main.command()
-@_options(run_argument, destination_argument)
+@together(run_argument, destination_argument)
 @click.option(
     "--rank",
     multiple=True,
@@ -403,7 +386,7 @@ def export(
     metavar="[LAYERS=]N",
     help="At most N patterns per layer: 16, or fc1=16 for some layers; repeatable.",
 )
-@_options(to_dtype_option, kept_layers_option, snapshot_every_option, replace_option, json_option)
+@together(to_dtype_option, kept_layers_option, snapshot_every_option, replace_option, json_option)
 def compact(
     run: Path, destination: Path, rank: tuple[str, ...], as_json: bool, **choices: Any
 ) -> None:
@@ -437,13 +420,20 @@ def _convert(
 
 
 def _question(
-    run: Path, example: str | None, input_file: Path | None, model: str | None, at: int | None
+    run: Path,
+    example: str | None,
+    input_file: Path | None,
+    model: str | None,
+    at: int | None,
+    export: Path | None,
 ) -> tuple[df.DualForm, dict[str, Any]]:
     """The view to ask, and the arguments of the question: `positional` and the named ones."""
     if (example is None) == (input_file is None):
         raise click.UsageError("ask with either --example ID or --input FILE.safetensors")
     if input_file is not None and model is None:
         raise click.UsageError("--input needs --model, which turns it into each layer's queries")
+    if export is not None:
+        exports.check_ending(export)
     memory = df.Memory.open(run)
     positional, named = arguments.read_input(input_file)
     dual = df.DualForm(None if model is None else arguments.build_model(model), memory)
@@ -451,6 +441,36 @@ def _question(
     if example is not None:
         query["example"] = arguments.example_id(memory, example)
     return (dual if at is None else dual.at(at)), query
+
+
+def _further(
+    answer: df.Spotlight | df.Contribution,
+    sum_by: tuple[str, ...],
+    over: str | None,
+    bins: int,
+    by_example: bool,
+) -> dict[str, df.Table]:
+    """The tables that were asked for besides the top."""
+    tables: dict[str, df.Table] = {}
+    if sum_by:
+        tables["sum_by"] = answer.sum_by(*sum_by)
+    if over is not None:
+        tables["over"] = answer.over(over, bins=bins)
+    if by_example:
+        tables["by_example"] = answer.by_example()
+    return tables
+
+
+def _export(file: Path | None, tables: dict[str, df.Table]) -> None:
+    for path in [] if file is None else exports.export(file, tables):
+        click.echo(f"written: {path}", err=True)
+
+
+@contextmanager
+def _working(what: str) -> Iterator[None]:
+    """A bar that follows every pass over a layer's patterns."""
+    with terminal.progress_bar() as bar, reporting(lambda done, total: bar(what, done, total)):
+        yield
 
 
 if __name__ == "__main__":

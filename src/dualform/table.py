@@ -7,10 +7,12 @@ wants one calls `.to_pandas()` or `.to_arrow()`, and only then is such a library
 
 from __future__ import annotations
 
+import csv
 import html
 import io
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,7 +90,33 @@ class Table:
             import pyarrow
         except ImportError as error:
             raise _missing("pyarrow") from error
-        return pyarrow.table({name: values.tolist() for name, values in self._columns.items()})
+        return pyarrow.table(
+            {n: v if v.dtype.kind in "biuf" else v.tolist() for n, v in self._columns.items()}
+        )
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows to a CSV file, with a line of column names; reals in full precision.
+
+        Example:
+            >>> spotlight.top(500).to_csv("top.csv")   # doctest: +SKIP
+        """
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            plain = [values.tolist() for values in self._columns.values()]
+            writer.writerows(zip(*plain, strict=True))
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the table to a Parquet file, its caption in the metadata (extra `tables`).
+
+        Example:
+            >>> spotlight.top(500).to_parquet("top.parquet")   # doctest: +SKIP
+        """
+        table = self.to_arrow()
+        import pyarrow.parquet
+
+        described = table.replace_schema_metadata({"caption": self.caption})
+        pyarrow.parquet.write_table(described, path)
 
     def __rich__(self) -> rich.console.Group:
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dualform as df
+from dualform.attention import compiled
+from dualform.attention import weights as weights_room
 from dualform.learning_rules import coefficients
 
 EXACT = 1e-12
@@ -197,3 +199,80 @@ def test_the_repr_shows_the_sum(run: Any) -> None:
     text = repr(run.dual.contribute(run.inputs[:1], target=0))
     for words in ("initial weights", "patterns", "total", "primal", "residual", "positive raises"):
         assert words in text
+
+
+@pytest.mark.parametrize("label", [None, 0, 3])
+def test_a_margin_is_one_output_minus_the_best_other(run: Any, label: int | None) -> None:
+    x = run.inputs[9:10]
+    contribution = run.dual.contribute(x, target="margin", label=label)
+    with torch.no_grad():
+        logits = run.model(x)[0]
+    best = int(logits.argmax()) if label is None else label
+    others = [float(logits[i]) for i in range(4) if i != best]
+    assert contribution.total == pytest.approx(float(logits[best]) - max(others), abs=EXACT)
+    assert abs(contribution.residual) <= EXACT
+    assert ("runner-up" if label is None else "true − best other") in contribution.target
+    hidden = run.dual.contribute(x, target="margin", label=label, layer="fc1")
+    assert hidden.first_order
+    assert abs(hidden.residual) <= EXACT
+
+
+def test_a_recorded_example_has_a_margin_too(run: Any) -> None:
+    contribution = df.DualForm(None, run.path).contribute(example=5, target="margin", label=2)
+    layer = run.memory.layer("fc3")
+    row = np.flatnonzero(layer.patterns["example"] == 5)[-1]
+    outputs = run.model.fc3(layer.keys[row]).detach()
+    others = torch.cat([outputs[:2], outputs[3:]])
+    assert contribution.total == pytest.approx(float(outputs[2] - others.max()), abs=EXACT)
+
+
+def test_margins_of_nothing_are_refused(run: Any) -> None:
+    x = run.inputs[:1]
+    for wrong, words in (
+        ({"target": "margin", "label": 4}, "outputs 0 to 3"),
+        ({"target": 1, "label": 2}, 'target="margin"'),
+        ({"target": "margin", "label": "a"}, "index of the true class"),
+        ({"target": "largest"}, '"margin"'),
+    ):
+        with pytest.raises(df.QueryError, match=words):
+            run.dual.contribute(x, **wrong)
+    with pytest.raises(df.QueryError, match="one input at a time"):
+        run.dual.contribute(run.inputs[:2], target="margin")
+
+
+def test_contributions_over_time_and_by_groups_are_sums_of_the_values(run: Any) -> None:
+    contribution = run.dual.contribute(run.inputs[:1], target=0)
+    values, patterns = contribution.values.numpy(), contribution.patterns
+    over = contribution.over("step", bins=7, by="task")
+    for row in over.rows():
+        here = (patterns["step"] >= row["from"]) & (patterns["step"] < row["to"])
+        here &= patterns["task"] == row["task"]
+        assert row["contribution"] == pytest.approx(values[here].sum(), abs=EXACT)
+        assert row["absolute"] == pytest.approx(np.abs(values[here]).sum(), abs=EXACT)
+        assert row["patterns"] == here.sum()
+    assert over["contribution"].sum() == pytest.approx(contribution.shares["patterns"], abs=EXACT)
+    both = contribution.sum_by("task", "label")
+    for row in both.rows():
+        here = (patterns["task"] == row["task"]) & (patterns["label"] == row["label"])
+        assert row["contribution"] == pytest.approx(values[here].sum(), abs=EXACT)
+    best = contribution.top(2, by="label", sign="least")
+    for label in range(4):
+        mine = best["contribution"][best["label"] == label]
+        assert np.array_equal(mine, np.sort(values[patterns["label"] == label])[:2])
+    with pytest.raises(df.QueryError, match="text"):
+        contribution.over("task")
+
+
+@pytest.mark.parametrize("way", ["few", "streamed", "compiled"])
+def test_every_way_to_sum_contributions_gives_the_same(
+    run: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "compiled":
+        pytest.importorskip("numba")
+    expected = run.dual.contribute(run.inputs[3:4], target=1)
+    monkeypatch.setattr(compiled, "WORTH", 0 if way == "compiled" else 1 << 62)
+    monkeypatch.setattr(weights_room, "FEW", 0 if way == "streamed" else 8)
+    for layer in ("fc1", "fc3"):
+        found = run.dual.contribute(run.inputs[3:4], target=1, layer=layer)
+        assert abs(found.residual) <= EXACT
+    assert float((found.values - expected.values).abs().max()) <= EXACT

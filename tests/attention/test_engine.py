@@ -10,12 +10,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import dualform as df
+from dualform.attention import candidates, compiled, ranking, recurring, short_keys
 from dualform.attention import group_sums as sums
-from dualform.attention import ranking
+from dualform.attention import weights as weights_room
+from dualform.attention.grouping import Cells
 from dualform.memory import LayerMemory
 from dualform.memory.layer import Block
 
@@ -32,10 +34,14 @@ class World:
     in_features: int = field(init=False)
     key_width: int = field(init=False)
     rows: int = field(init=False)
+    derived: None = None
+    distinct: Any = None
+    stored_eps: float = 0.0
 
     def __post_init__(self) -> None:
         self.rows, self.in_features = self.keys.shape
         self.key_width = self.in_features
+        self.dtype = self.stored = self.keys.dtype
 
     def blocks(
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
@@ -95,33 +101,79 @@ def brute(world: World, queries: Tensor) -> np.ndarray[Any, Any]:
     return weights
 
 
-@settings(max_examples=150, deadline=None)
+def check_top(
+    world: World,
+    queries: Tensor,
+    included: Any,
+    codes: Any,
+    groups: int,
+    k: int,
+    sign: str,
+    found: ranking.Ranked,
+) -> None:
+    """Against a full sort: the same patterns in the same order, up to float64's own rounding."""
+    weights = brute(world, queries)
+    sizes = queries.norm(dim=1)[:, None] * world.keys.double().norm(dim=1)
+    off = 1e-14 * sizes.numpy()
+    chosen = np.ones(world.rows, bool) if included is None else included
+    rank = ranking.order(sign)
+    assert np.array_equal(found.query, np.sort(found.query))
+    for query in range(len(queries)):
+        for group in range(groups):
+            mine = (found.query == query) & (found.group == group)
+            rows, values = found.row[mine], found.weight[mine]
+            here = np.flatnonzero(chosen if codes is None else chosen & (codes == group))
+            assert len(rows) == min(k, len(here))
+            assert np.array_equal(found.rank[mine], np.arange(len(rows)))
+            assert np.isin(rows, here).all()
+            assert len(set(rows.tolist())) == len(rows)
+            assert (np.abs(values - weights[query][rows]) <= off[query][rows]).all()
+            # in order, and where weights are equal to the bit, the earlier pattern first
+            order = np.lexsort((rows, -rank(values)))
+            assert np.array_equal(order, np.arange(len(rows)))
+            out = np.setdiff1d(here, rows)
+            if len(out) and len(rows):
+                worst, last = rank(values)[-1], rows[-1]
+                better = rank(weights[query][out]) > worst + 2 * off[query].max()
+                assert not better.any()
+                # the same key as the last one listed, but not listed: it comes later
+                same = (world.keys[out] == world.keys[last]).all(1).numpy()
+                assert (out[same] > last).all()
+
+
+SIGNS = st.sampled_from(["most", "least", "absolute"])
+
+
+@pytest.mark.parametrize("way", ["few", "plain", "compiled", "compiled, few"])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    worlds(),
-    st.integers(1, 130),
-    st.sampled_from(["most", "least", "absolute"]),
-    st.integers(1, 130),
-    st.booleans(),
+    made=worlds(), k=st.integers(1, 130), sign=SIGNS, block=st.integers(1, 130), by=st.booleans()
 )
 def test_the_top_k_is_a_full_sort_cut_off(
-    made: Any, k: int, sign: str, block: int, grouped: bool
+    monkeypatch: Any, way: str, made: Any, k: int, sign: str, block: int, by: bool
 ) -> None:
+    choose(monkeypatch, way)
     world, queries, included, codes, groups = made
-    if not grouped:
+    if not by:
         codes, groups = None, 1
-    found = ranking.top_patterns(
-        world.layer, queries, included, k, sign, codes, groups, block=block
-    )
-    weights = brute(world, queries)
-    chosen = np.ones(world.rows, bool) if included is None else included
-    for query, by_group in enumerate(found):
-        assert len(by_group) == groups
-        for group, (rows, values) in enumerate(by_group):
-            here = np.flatnonzero(chosen if codes is None else chosen & (codes == group))
-            alpha = weights[query][here]
-            expected = here[np.lexsort((here, -ranking.order(sign)(alpha)))][:k]
-            assert np.array_equal(rows, expected)
-            assert np.array_equal(values, weights[query][expected])
+    cells = grouped(codes, groups) if by else None
+    found = ranking.top_patterns(world.layer, queries, included, k, sign, cells, block=block)
+    check_top(world, queries, included, codes, groups, k, sign, found)
+
+
+def grouped(codes: Any, groups: int) -> Cells:
+    return Cells([(group,) for group in range(groups)], codes)
+
+
+def choose(monkeypatch: Any, way: str) -> None:
+    """One of the ways to rank: few queries or many, with compiled loops or without."""
+    if way.startswith("compiled"):
+        pytest.importorskip("numba")
+    monkeypatch.setattr(compiled, "WORTH", 0 if way.startswith("compiled") else 1 << 62)
+    monkeypatch.setattr(weights_room, "FEW", 8 if "few" in way else 0)
+    monkeypatch.setattr(candidates, "ROOM", 1)
 
 
 @settings(max_examples=100, deadline=None)
@@ -139,18 +191,21 @@ def test_sums_by_group_are_the_sums_over_all_patterns(made: Any) -> None:
             assert off <= 1e-13 * size
 
 
-def test_many_queries_take_several_passes_and_give_the_same(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_many_queries_take_several_passes_and_give_the_same(monkeypatch: Any, way: str) -> None:
+    choose(monkeypatch, way)
     generator = torch.Generator().manual_seed(0)
     world = World(torch.randn(700, 8, generator=generator), [300, 1, 200])
     queries = torch.randn(23, 8, generator=generator, dtype=torch.float64)
     codes = torch.randint(0, 3, (700,), generator=generator).numpy()
-    whole = ranking.top_patterns(world.layer, queries, None, 11, "most", codes, 3)
+    whole = ranking.top_patterns(world.layer, queries, None, 11, "most", grouped(codes, 3))
     monkeypatch.setattr(ranking, "QUERIES_AT_ONCE", 4)
-    parts = ranking.top_patterns(world.layer, queries, None, 11, "most", codes, 3, block=37)
+    monkeypatch.setattr(ranking, "LISTED", 3 * 11 * 40)
+    parts = ranking.top_patterns(
+        world.layer, queries, None, 11, "most", grouped(codes, 3), block=37
+    )
     for one, other in zip(whole, parts, strict=True):
-        for (rows, values), (same_rows, same_values) in zip(one, other, strict=True):
-            assert np.array_equal(rows, same_rows)
-            assert np.array_equal(values, same_values)
+        assert np.array_equal(one, other)
 
 
 def test_a_table_of_sums_is_built_once_and_where_no_sign_is_mixed_nothing_is_scanned() -> None:
@@ -167,7 +222,177 @@ def test_a_table_of_sums_is_built_once_and_where_no_sign_is_mixed_nothing_is_sca
     assert world.passes == 3
 
 
-def test_keys_that_are_not_finite_are_refused_by_name() -> None:
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), scaled=st.booleans())
+def test_the_weights_of_a_few_queries_are_key_times_query_to_float64(
+    monkeypatch: Any, way: str, made: Any, scaled: bool
+) -> None:
+    choose(monkeypatch, way)
+    world, queries, included, _, _ = made
+    found = weights_room.all_weights(world.layer, queries, included)
+    expected = brute(world, queries)
+    if included is not None:
+        expected[:, ~included] = 0.0
+    sizes = queries.norm(dim=1)[:, None] * world.keys.double().norm(dim=1)
+    assert (np.abs(found - expected) <= 1e-14 * sizes.numpy()).all()
+    for one in range(world.rows):  # equal keys tie to the bit, wherever they lie
+        same = (world.keys == world.keys[one]).all(1).numpy()
+        if included is not None:
+            same &= included
+        assert len(np.unique(found[:, same], axis=1).T) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_a_weight_has_the_same_bits_whichever_way_it_is_computed(
+    monkeypatch: Any, way: str, dtype: torch.dtype
+) -> None:
+    choose(monkeypatch, way)
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 129, 257, 800):
+        world = World(torch.randn(50, width, generator=generator, dtype=dtype), [7, 20])
+        queries = torch.randn(6, width, generator=generator, dtype=torch.float64)
+        whole = weights_room.all_weights(world.layer, queries)
+        alone = weights_room.all_weights(world.layer, queries[4:5])
+        assert np.array_equal(alone[0], whole[4])
+        rows, which = np.repeat(np.arange(50), 6), np.tile(np.arange(6), 50)
+        pairs = weights_room.pair_weights(world.layer, rows, queries, which)
+        assert np.array_equal(pairs, whole[which, rows])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_loops_use_all_threads_and_give_the_same(monkeypatch: Any, threads: int) -> None:
+    choose(monkeypatch, "compiled, few")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(20_000, 5, generator=generator), [300, 9000])
+    queries = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    found = weights_room.all_weights(world.layer, queries)
+    assert np.allclose(found, brute(world, queries), rtol=0, atol=1e-13)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), k=st.integers(1, 130), sign=st.sampled_from(["most", "least"]))
+def test_short_keys_give_the_very_same_top(monkeypatch: Any, made: Any, k: int, sign: str) -> None:
+    choose(monkeypatch, "compiled, few")
+    world, queries, included, _, _ = made
+    assert not short_keys.serve(world.layer, queries[:1], sign)
+    assert short_keys.prepare(world.layer) == world.rows * (world.in_features + 12)
+    for query in queries:
+        found = ranking.top_patterns(world.layer, query[None], included, k, sign)
+        check_top(world, query[None], included, None, 1, k, sign, found)
+
+
+def test_short_keys_leave_little_to_weigh_again(monkeypatch: Any) -> None:
+    choose(monkeypatch, "compiled, few")
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(20_000, 64, generator=generator).relu(), [])
+    query = torch.randn(1, 64, generator=generator, dtype=torch.float64).relu()
+    short_keys.prepare(world.layer)
+    found = short_keys.top(world.layer, query, None, 100, "most")
+    assert found is not None
+    assert 100 <= len(found[1]) < 400
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds())
+def test_keys_that_recur_are_met_once_and_sums_stay_the_same(monkeypatch: Any, made: Any) -> None:
+    monkeypatch.setattr(recurring, "WORTH", 0)
+    monkeypatch.setattr(recurring, "ENOUGH_QUERIES", 1)
+    monkeypatch.setattr(recurring, "SAVING", 1)
+    world, queries, included, codes, groups = made
+    found = recurring.recurring_keys(world.layer, 1)
+    assert found is not None
+    distinct = torch.unique(world.keys, dim=0)
+    assert found.rows == len(distinct)
+    for numbers, keys in found.blocks():
+        for number, key in zip(range(numbers.start, numbers.stop), keys, strict=True):
+            rows = torch.from_numpy(np.flatnonzero(found.number == number))
+            assert torch.equal(world.keys[rows].double(), key.expand(len(rows), -1))
+    _, absolute = sums.group_sums(world.layer, queries, included, codes, groups)
+    weights = np.abs(brute(world, queries))
+    chosen = np.ones(world.rows, bool) if included is None else included
+    size = np.abs(world.keys.double().numpy()).sum() * float(queries.abs().max()) + 1e-300
+    for group in range(groups):
+        here = chosen & (codes == group)
+        off = np.abs(absolute[:, group].numpy() - weights[:, here].sum(1)).max()
+        assert off <= 1e-13 * size
+
+
+class Distinct:
+    """The different keys of a world, as a memory that stores them once hands them out."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys, references = torch.unique(keys, dim=0, return_inverse=True)
+        self.references = references.numpy()
+        self.rows = len(self._keys)
+
+    def blocks(self, size: int = 4096) -> Iterator[tuple[int, Tensor]]:
+        for low in range(0, self.rows, 7):
+            yield low, self._keys[low : low + 7]
+
+
+@pytest.mark.parametrize("way", ["few", "plain", "compiled, few"])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), k=st.integers(1, 130), sign=SIGNS)
+def test_a_memory_that_stores_recurring_keys_once_gives_the_same(
+    monkeypatch: Any, way: str, made: Any, k: int, sign: str
+) -> None:
+    choose(monkeypatch, way)
+    world, queries, included, codes, groups = made
+    world.distinct = Distinct(world.keys)
+    cells = grouped(codes, groups)
+    found = ranking.top_patterns(world.layer, queries, included, k, sign, cells)
+    check_top(world, queries, included, codes, groups, k, sign, found)
+    signed, absolute = sums.group_sums(world.layer, queries, included, codes, groups)
+    weights = brute(world, queries)
+    chosen = np.ones(world.rows, bool) if included is None else included
+    size = np.abs(world.keys.double().numpy()).sum() * float(queries.abs().max()) + 1e-300
+    for group in range(groups):
+        here = chosen & (codes == group)
+        for mine, expected in ((signed, weights), (absolute, np.abs(weights))):
+            off = np.abs(mine[:, group].numpy() - expected[:, here].sum(1)).max()
+            assert off <= 1e-13 * size
+
+
+def test_more_groups_than_a_table_can_hold_are_summed_as_they_stream(monkeypatch: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(500, 6, generator=generator), [200])
+    codes = torch.randint(0, 90, (500,), generator=generator).numpy()
+    queries = torch.randn(9, 6, generator=generator, dtype=torch.float64)
+    table = sums.group_sums(world.layer, queries, codes < 70, codes, 90)
+    monkeypatch.setattr(sums, "LARGEST_TABLE", 0)
+    monkeypatch.setattr(sums, "QUERIES_AT_ONCE", 4)
+    streamed = sums.group_sums(world.layer, queries, codes < 70, codes, 90)
+    for one, other in zip(table, streamed, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_every_pass_reports_its_progress() -> None:
+    world = World(torch.randn(10_000, 6), [100])
+    told: list[tuple[int, int]] = []
+    with df.attention.reporting(lambda done, total: told.append((done, total))):
+        weights_room.all_weights(world.layer, torch.ones(1, 6, dtype=torch.float64))
+    assert told[0] == (0, 10_000)
+    assert told[-1] == (10_000, 10_000)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    weights_room.all_weights(world.layer, torch.ones(1, 6, dtype=torch.float64))
+    assert told[-1] == (10_000, 10_000)
+    assert len(told) == 5
+
+
+@pytest.mark.parametrize("way", ["few", "plain"])
+def test_keys_that_are_not_finite_are_refused_by_name(monkeypatch: Any, way: str) -> None:
+    choose(monkeypatch, way)
     keys = torch.ones(8, 3)
     keys[5, 1] = torch.inf
     queries = torch.ones(1, 3, dtype=torch.float64)

@@ -1,14 +1,30 @@
 """Looking into a memory: the network as attention over its own training.
 
 `dual_form.py` holds the verbs, `view.py` the network at a step under masks (`masks.py`),
-`queries.py` how a test input becomes queries, `spotlight.py` and `contribution.py` the two
-readings, `verification.py` the certificate (with `tally.py` and the bounds of `rounding.py`),
-`engine.py` the streamed sums they all rest on.
+`routing.py` the view that each input chooses, `queries.py` how a test input becomes queries,
+`spotlight.py` and `contribution.py` the two readings, `verification.py` the certificate (with
+`tally.py` and the bounds of `rounding.py`).
+
+Below them the engine: `engine.py` streams a layer's patterns, `grouping.py` puts them into groups;
+`weights.py` weighs a few queries exactly, `ranking.py` finds the strongest of many (with
+`candidates.py` and `short_keys.py`), `group_sums.py` and `group_matrices.py` answer in closed form
+(with `recurring.py`), `tables.py` keeps what was computed, `compiled.py` holds the inner loops.
 """
 
 from dualform.attention.contribution import Contribution
 from dualform.attention.dual_form import DualForm
+from dualform.attention.engine import reporting
+from dualform.attention.routing import Routed
 from dualform.attention.spotlight import Attention, Spotlight
 from dualform.attention.verification import Check, Verification
 
-__all__ = ["Attention", "Check", "Contribution", "DualForm", "Spotlight", "Verification"]
+__all__ = [
+    "Attention",
+    "Check",
+    "Contribution",
+    "DualForm",
+    "Routed",
+    "Spotlight",
+    "Verification",
+    "reporting",
+]

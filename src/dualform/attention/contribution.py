@@ -11,6 +11,7 @@ say what training without a pattern would have given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, ranking
+from dualform.attention import engine, grouping, ranking, weights
 from dualform.attention.spotlight import check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
-from dualform.layers.kinds import multiply, write
+from dualform.layers.kinds import write
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table
 
@@ -100,26 +101,33 @@ class Contribution:
         """total − primal: rounding only, if the memory explains the network."""
         return self.total - self.primal
 
-    def top(self, k: int = 10, sign: str = "most") -> Table:
-        """The k patterns that wrote most: `sign="most"` raising, `"least"` lowering, `"absolute"`.
+    def top(self, k: int = 10, sign: str = "most", by: str | None = None) -> Table:
+        """The k patterns that wrote most; with `by`, the top k of every value of a column.
 
-        Ties: the earlier pattern first. Contributions are signed, in the target's units.
+        `sign="most"`: most raising first, `"least"`: most lowering, `"absolute"`: largest either
+        way. Ties: the earlier pattern first. Signed, in the target's units.
 
         Example:
             >>> contribution.top(5, sign="least")                        # doctest: +SKIP
         """
-        rows = np.flatnonzero(self._included)
-        rows = rows[ranking.top_of(self._numbers[rows], check_k(k), sign)]
+        k, rows = check_k(k), np.flatnonzero(self._included)
+        members: list[NDArray[np.int64]] = [rows]
+        if by is not None:
+            cells = grouping.cells(self._patterns, (by,))
+            members = [some[self._included[some]] for some in cells.members]
+        best = [some[ranking.top_of(self._numbers[some], k, sign)] for some in members]
+        rows = np.concatenate([np.zeros(0, np.int64), *best])
         columns: dict[str, Any] = {
-            "rank": np.arange(1, len(rows) + 1),
+            "rank": np.concatenate([np.arange(1, len(some) + 1) for some in [rows[:0], *best]]),
             "pattern": rows,
             "contribution": self._numbers[rows],
             "attention": self._attention[rows],
         }
-        return Table(columns | pattern_columns(self._patterns, rows), self.caption)
+        per = "" if by is None else f"; the top per {by}"
+        return Table(columns | pattern_columns(self._patterns, rows), self.caption + per)
 
-    def sum_by(self, column: str) -> Table:
-        """Contributions summed over all patterns of each value of a column.
+    def sum_by(self, *columns: str | Sequence[str]) -> Table:
+        """Contributions summed over the patterns of each value of a column, or of several together.
 
         `contribution` is the signed sum, in the target's units; `absolute` sums absolute values
         (how much of it cancels); `patterns` counts.
@@ -127,26 +135,56 @@ class Contribution:
         Example:
             >>> contribution.sum_by("label")["contribution"]             # doctest: +SKIP
         """
-        rows = np.flatnonzero(self._included)
-        values, codes = engine.group_codes(self._patterns[column])
-        codes, numbers = codes[rows], self._numbers[rows]
-        columns: dict[str, Any] = {
-            column: values,
-            "contribution": np.bincount(codes, numbers, minlength=len(values)),
-            "absolute": np.bincount(codes, np.abs(numbers), minlength=len(values)),
-            "patterns": np.bincount(codes, minlength=len(values)),
-        }
-        return Table(columns, f"{self.caption}; summed by {column}")
+        names = grouping.named(columns, self._patterns)
+        cells = grouping.cells(self._patterns, names)
+        table: dict[str, Any] = {name: cells.column(i) for i, name in enumerate(names)}
+        table |= self._sums(cells.codes, len(cells.values))
+        return Table(table, f"{self.caption}; summed by {' and '.join(names)}")
 
-    def by_example(self) -> Table:
+    def over(self, column: str = "step", bins: int = 20, by: str | None = None) -> Table:
+        """Contributions summed over equal ranges of a numeric column, such as the step.
+
+        Ranges run from `from` up to, not including, `to`; with `by`, one line per range and group.
+        Signed sums and sums of absolute values, in the target's units.
+
+        Example:
+            >>> contribution.over("step", bins=10, by="task")            # doctest: +SKIP
+        """
+        edges, bin_of = grouping.bins(self._patterns, column, bins, np.flatnonzero(self._included))
+        cells = grouping.cells(self._patterns, () if by is None else (by,))
+        values, ranges = cells.column(0) if by is not None else [None], len(edges) - 1
+        table: dict[str, Any] = {
+            "from": np.repeat(edges[:-1], len(values)),
+            "to": np.repeat(edges[1:], len(values)),
+        }
+        if by is not None:
+            table[by] = values * ranges
+        table |= self._sums(bin_of * len(values) + cells.codes, ranges * len(values))
+        return Table(table, f"{self.caption}; over {column}")
+
+    def by_example(self, column: str = "example") -> Table:
         """Contributions per training example, all its visits added, most raising first.
 
         Example:
             >>> contribution.by_example()["example"][:3]                 # doctest: +SKIP
         """
-        table = self.sum_by("example")
-        order = ranking.top_of(table["contribution"], len(table), "most")
-        return Table({name: table[name][order] for name in table.columns}, table.caption)
+        cells = grouping.cells(self._patterns, (column,))
+        sums = self._sums(cells.codes, len(cells.values))
+        order = ranking.top_of(sums["contribution"], len(cells.values), "most")
+        order = order[sums["patterns"][order] > 0]  # masked out, or later than this view
+        table: dict[str, Any] = {column: cells.listed[order]}
+        table |= {name: values[order] for name, values in sums.items()}
+        return Table(table, f"{self.caption}; summed by {column}")
+
+    def _sums(self, codes: NDArray[np.int64], groups: int) -> dict[str, NDArray[Any]]:
+        """Signed and absolute sums and counts of every group."""
+        rows = np.flatnonzero(self._included)
+        inside, numbers = codes[rows], self._numbers[rows]
+        return {
+            "contribution": np.bincount(inside, numbers, groups),
+            "absolute": np.bincount(inside, np.abs(numbers), groups),
+            "patterns": np.bincount(inside, minlength=groups),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Shares, total, primal and residual, fit for `json.dumps`."""
@@ -185,7 +223,7 @@ def contribution(
     layer.need_error_signals("a contribution")
     device = queries.device
     queries, directions = (t.detach().to("cpu", torch.float64) for t in (queries, directions))
-    values, attention = engine.contributions(
+    values, attention = _written_by_patterns(
         layer,
         queries,
         directions,
@@ -194,11 +232,7 @@ def contribution(
     )
     shares = _shares(view, layer, queries, directions)
     if primal is None:
-        own = view.weights[layer.weight][layer.rows_of(layer.weight)]
-        output = multiply(layer.kind, own, queries)
-        if layer.bias is not None:
-            output = output + view.weights[layer.bias][layer.rows_of(layer.bias)]
-        primal = float((output * directions).sum())
+        primal = float((view.output(layer, queries) * directions).sum())
     return Contribution(
         layer,
         target,
@@ -208,6 +242,38 @@ def contribution(
         shares,
         primal,
     )
+
+
+def _written_by_patterns(
+    layer: LayerMemory,
+    queries: Tensor,
+    directions: Tensor,
+    weight: engine.Reals | None,
+    bias: engine.Reals | None,
+) -> tuple[engine.Reals, engine.Reals]:
+    """What each pattern wrote along g, and its attention, summed over the query rows: [T] each.
+
+    Σ_i weight_t (x_t·q_i)(δ_t·g_i) + bias_t (δ_t·g_i); queries [n, d_in], directions [n, d_out].
+    """
+    written, attention = np.zeros(layer.rows), np.zeros(layer.rows)
+    if weights.are_few(layer, queries):
+        alpha = weights.all_weights(layer, queries)
+        along = weights.all_weights(layer, directions, of="error_signals")
+        attention = alpha.sum(0)
+        if weight is not None:
+            written += weight * (alpha * along).sum(0)
+        return (written if bias is None else written + bias * along.sum(0)), attention
+    for part in engine.scan(layer):
+        for low in range(0, len(queries), ranking.QUERIES_AT_ONCE):
+            here = slice(low, low + ranking.QUERIES_AT_ONCE)
+            slopes = directions[here] @ part.error_signals.T
+            looked = engine.products(layer, queries[here], part.keys)
+            attention[part.rows] += looked.sum(0).numpy()
+            if weight is not None:
+                written[part.rows] += weight[part.rows] * (looked * slopes).sum(0).numpy()
+            if bias is not None:
+                written[part.rows] += bias[part.rows] * slopes.sum(0).numpy()
+    return written, attention
 
 
 def _shares(

@@ -16,17 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import queries as asking
+from dualform.attention import short_keys
 from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution, Target, contribution
 from dualform.attention.engine import Progress
 from dualform.attention.masks import Mask, as_rows
-from dualform.attention.spotlight import Attention, Spotlight, is_whole
-from dualform.attention.targets import Traced, direction_of, name_of
+from dualform.attention.routing import Routed
+from dualform.attention.spotlight import Attention, Spotlight, check_k, is_whole
+from dualform.attention.targets import Aim, Traced, aim, is_margin
 from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
 from dualform.layers import as_patterns, flattened
 from dualform.memory import LayerMemory, Memory
+from dualform.table import Table
 
 
 class DualForm:
@@ -169,26 +172,34 @@ class DualForm:
     def contribute(
         self,
         *inputs: Any,
-        target: int | Tensor | Sequence[float],
+        target: Aim,
         layer: str | None = None,
         example: Any = None,
+        label: int | None = None,
         **kwargs: Any,
     ) -> Contribution:
         """What every pattern wrote into one output of one input: positive raises it, in its units.
 
-        `target` is a class index, or a vector over the outputs. By default the layer that produces
-        the model's output is split, and the parts add up to that output; for a `layer` further down
-        they add up to gradient · layer output and stand for the target to first order. With a
-        recorded `example`, the target counts the outputs of the layer itself.
+        `target` is a class index, a vector over the outputs, or `"margin"`: the true class
+        (`label`) minus the best other; without a label, the predicted minus the runner-up. By
+        default the layer that produces the model's output is split, and the parts add up to the
+        target; for a `layer` further down they add up to gradient · layer output and stand for the
+        target to first order. With a recorded `example`, the target counts the outputs of the layer
+        itself.
 
         Example:
             >>> dual.contribute(images[:1], target=7).sum_by("label")      # doctest: +SKIP
+            >>> dual.contribute(images[:1], target="margin", label=3)      # doctest: +SKIP
         """
         if bool(inputs or kwargs) == (example is not None):
             raise QueryError("contribute takes one input as the model takes it, or example=ID")
+        if label is not None and not is_margin(target):
+            raise QueryError('label= belongs to target="margin"; a class index is a target itself')
+        if label is not None and not is_whole(label):
+            raise QueryError(f"label={label!r}: expected the index of the true class")
         if example is not None:
-            return self._contribute_example(example, target, layer)
-        return self._contribute_input(inputs, kwargs, target, layer)
+            return self._contribute_example(example, target, layer, label)
+        return self._contribute_input(inputs, kwargs, target, layer, label)
 
     def at(self, step: int) -> DualForm:
         """The same network after `step` updates: 0 is before training. Masks stay.
@@ -216,27 +227,66 @@ class DualForm:
         *,
         strength: float = 1.0,
         unresolved: str = "keep",
+        layers: str | Sequence[str] | None = None,
         **where: Any,
     ) -> DualForm:
         """The same weights minus what some patterns wrote. Not retraining, and not unlearning.
 
-        Their values are multiplied by 1 − `strength`. Without a condition: everything learned.
-        What has no pattern resolution (other parameters, unrecorded steps) stays as it is
-        (`unresolved="keep"`) or falls back to the initial part (`"drop"`). Contributions are large
-        and cancel: dropping a single class can wreck a network that retraining would keep.
+        Their values are multiplied by 1 − `strength`, in all layers or in the named `layers`.
+        Without a condition: everything learned. What has no pattern resolution (other parameters,
+        unrecorded steps) stays as it is (`unresolved="keep"`) or falls back to the initial part
+        (`"drop"`). Contributions are large and cancel: dropping a single class can wreck a network
+        that retraining would keep.
 
         Example:
             >>> dual.without(task="fashion", strength=0.7)                 # doctest: +SKIP
         """
-        return self._masked(Mask(False, as_rows(rows), where, float(strength), unresolved))
+        named = None if layers is None else tuple(_names(layers))
+        return self._masked(Mask(False, as_rows(rows), where, float(strength), unresolved, named))
 
-    def only(self, rows: Any = None, /, *, unresolved: str = "keep", **where: Any) -> DualForm:
+    def only(
+        self,
+        rows: Any = None,
+        /,
+        *,
+        unresolved: str = "keep",
+        layers: str | Sequence[str] | None = None,
+        **where: Any,
+    ) -> DualForm:
         """The initial part plus what some patterns wrote, and nothing else. Not retraining.
+
+        With `layers`, other layers stay as they are.
 
         Example:
             >>> dual.only(label=[1, 7])                                    # doctest: +SKIP
         """
-        return self._masked(Mask(True, as_rows(rows), where, 1.0, unresolved))
+        named = None if layers is None else tuple(_names(layers))
+        return self._masked(Mask(True, as_rows(rows), where, 1.0, unresolved, named))
+
+    def routed(self, by: str, *, layer: str | None = None, k: int = 10) -> Routed:
+        """The network that chooses, input by input, how much of its training to use.
+
+        The values of the column `by` are phases, in the order they were met. An input whose
+        attention in the first layer prefers an earlier phase's keys (mean of the `k` largest
+        cosines) is answered without what later phases wrote. Not retraining.
+
+        Example:
+            >>> dual.routed(by="task")(images)                             # doctest: +SKIP
+        """
+        return Routed(self, by, layer, check_k(k))
+
+    def prepare(self, layers: str | Sequence[str] | None = None) -> Table:
+        """Make short copies of the keys, which find the top patterns of one query twice as fast.
+
+        They are kept in `derived/` beside the memory, a quarter of the bytes of float32 keys, and
+        may be deleted at any time. Used only with the extra `fast`; answers stay the same.
+
+        Example:
+            >>> dual.prepare("fc1")                                        # doctest: +SKIP
+        """
+        names = layers_named(self.memory, None if layers is None else _names(layers))
+        sizes = [short_keys.prepare(self.memory.layer(name)) for name in names]
+        return Table({"layer": names, "bytes": sizes}, "short keys, in bytes")
 
     def __repr__(self) -> str:
         lines = [
@@ -262,11 +312,21 @@ class DualForm:
         if self.is_masked:
             lines.append("  a mask takes away what patterns wrote; it is not retraining")
         if self.is_masked and every > 1:
-            dropped = self._view.drops_unresolved
-            lines.append(f"  {'dropped' if dropped else 'kept'}: what unrecorded steps wrote")
+            for what, of in (("dropped", True), ("kept", False)):
+                resolved = [
+                    n for n, p in self.memory.parameters.items() if p.coverage == "patterns"
+                ]
+                names = [n for n in resolved if self._view.drops_unresolved(n) is of]
+                if names and len(names) == len(resolved):
+                    lines.append(f"  {what}: what unrecorded steps wrote")
+                elif names:
+                    lines.append(f"  {what}: what unrecorded steps wrote into {', '.join(names)}")
         if self.is_masked and unresolved:
-            what = "their initial part" if self._view.drops_unresolved else "kept as trained"
-            lines.append(f"  without pattern resolution, {what}: {', '.join(unresolved)}")
+            dropped = [name for name in unresolved if self._view.drops_unresolved(name)]
+            kept = [name for name in unresolved if name not in dropped]
+            for what, names in (("their initial part", dropped), ("kept as trained", kept)):
+                if names:
+                    lines.append(f"  without pattern resolution, {what}: {', '.join(names)}")
         if not self.memory.exact:
             lines.append("  the memory is not exact: see memory.remarks")
         return "\n".join(lines)
@@ -320,13 +380,17 @@ class DualForm:
         }
 
     def _contribute_example(
-        self, example: Any, target: int | Tensor | Sequence[float], layer: str | None
+        self, example: Any, target: Aim, layer: str | None, label: int | None
     ) -> Contribution:
         known = self.memory.layer(layer if layer is not None else self.memory.layers[-1])
+        known.need_error_signals("a contribution")
         rows = asking.example_queries(self._view, known, example)
         shape = (known.out_features,) if len(rows) == 1 else (len(rows), known.out_features)
-        direction = direction_of(target, shape, f"layer {known.name!r}")
-        name = f"{name_of(target)} of layer {known.name} for example {example!r}"
+        outputs = torch.zeros(shape)
+        if is_margin(target):
+            outputs = self._view.output(known, rows).reshape(shape)
+        direction, name = aim(target, label, outputs, f"layer {known.name!r}")
+        name = f"{name} of layer {known.name} for example {example!r}"
         direction = direction.reshape(len(rows), known.out_features)
         return contribution(self._view, known, rows, direction, Target(name, first_order=False))
 
@@ -334,8 +398,9 @@ class DualForm:
         self,
         inputs: Sequence[Any],
         kwargs: Mapping[str, Any],
-        target: int | Tensor | Sequence[float],
+        target: Aim,
         layer: str | None,
+        label: int | None,
     ) -> Contribution:
         model = self._model("a contribution to the model's output")
         if layer is not None:
@@ -348,7 +413,7 @@ class DualForm:
             raise QueryError(
                 f"the model returns a {type(output).__name__}; contribute needs a tensor of outputs"
             )
-        direction = direction_of(target, tuple(output.shape), "the model's output")
+        direction, name = aim(target, label, output, "the model's output")
         produced = traced.layer_of(output)
         chosen = layer if layer is not None else produced
         if chosen is None:
@@ -359,16 +424,11 @@ class DualForm:
             )
         exact = chosen == produced
         value = (output * direction.to(output)).sum()
-        return self._split(traced, self.memory.layer(chosen), value, target, first_order=not exact)
+        told = Target(f"{name} of the model", first_order=not exact)
+        return self._split(traced, self.memory.layer(chosen), value, told)
 
     def _split(
-        self,
-        traced: Traced,
-        layer: LayerMemory,
-        value: Tensor,
-        target: int | Tensor | Sequence[float],
-        *,
-        first_order: bool,
+        self, traced: Traced, layer: LayerMemory, value: Tensor, target: Target
     ) -> Contribution:
         calls = traced.calls.get(layer.name, [])
         if not calls and not asking.has_module(layer):
@@ -386,8 +446,7 @@ class DualForm:
         directions = torch.cat([flattened(slope) for slope in slopes])
         outputs = torch.cat([flattened(call.output) for call in calls])
         primal = float((outputs.double() * directions.double()).sum())
-        name = Target(f"{name_of(target)} of the model", first_order)
-        return contribution(self._view, layer, rows, directions, name, primal)
+        return contribution(self._view, layer, rows, directions, target, primal)
 
 
 def _names(layers: str | Sequence[str]) -> list[str]:

@@ -11,9 +11,10 @@ Ranking (`ranking.py`) and sums by group (`group_sums.py`) have faster ways of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dualform.layers.kinds import attention_weights, write
 from dualform.memory import LayerMemory
+from dualform.memory.layer import Block
 
 BLOCK = 4096
 """Patterns per block: a few megabytes, large enough for matrix products to run at full speed."""
@@ -31,6 +33,30 @@ Progress = Callable[[int, int], None]
 
 Reals = NDArray[np.float64]
 Rows = NDArray[np.int64]
+
+_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """Have every pass over a layer's patterns that is made inside call `progress(done, total)`."""
+    token = _progress.set(progress)
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def reported(parts: Iterable[Block], total: int) -> Iterator[Block]:
+    """The same blocks; whoever asked for progress is told of each."""
+    progress, done = _progress.get(), 0
+    for part in parts:
+        if progress is not None:
+            progress(done, total)
+        done += part.rows
+        yield part
+    if progress is not None:
+        progress(total, total)
 
 
 @dataclass(frozen=True)
@@ -48,6 +74,34 @@ class Scanned:
 _NOTHING = torch.empty(0, 0, dtype=torch.float64)
 
 
+class Buffer:
+    """Room that is used again for block after block: fresh memory costs more than the widening."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._room = torch.empty(0, dtype=dtype)
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """The tensor in the buffer's dtype; valid until the next call."""
+        if tensor.dtype == self._room.dtype:
+            return tensor
+        if self._room.numel() < tensor.numel():
+            self._room = torch.empty(tensor.numel(), dtype=self._room.dtype)
+        return self._room[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def keys_of(part: Block) -> Tensor:
+    """A block's keys as they are stored: to be widened by whoever uses them."""
+    narrow = part.narrow_keys
+    keys = part.keys if narrow is None else narrow
+    assert keys is not None
+    return keys
+
+
+def products(layer: LayerMemory, queries: Tensor, keys: Tensor) -> Tensor:
+    """α = x·q of every query with every key of a block: [n, d_in], [b, d_in] -> [n, b]."""
+    return attention_weights(layer.kind, queries, keys)
+
+
 def scan(
     layer: LayerMemory,
     included: NDArray[np.bool_] | None = None,
@@ -56,8 +110,13 @@ def scan(
     error_signals: bool = True,
     block: int = BLOCK,
 ) -> Iterator[Scanned]:
-    """Every pattern of the layer, or the `included` ones, in order, a block at a time."""
-    for part in layer.blocks(block, keys=keys, error_signals=error_signals):
+    """Every pattern of the layer, or the `included` ones, in order, a block at a time.
+
+    The tensors are valid until the next block.
+    """
+    room = Buffer(torch.float64), Buffer(torch.float64)
+    blocks = layer.blocks(block, keys=keys, error_signals=error_signals)
+    for part in reported(blocks, layer.rows):
         size = part.rows
         rows = np.arange(part.start, part.start + size)
         chosen: slice | Tensor = slice(None)
@@ -67,36 +126,53 @@ def scan(
                 continue  # memory-mapped and never touched: skipping costs nothing
             if not inside.all():
                 rows, chosen = rows[inside], torch.from_numpy(np.flatnonzero(inside))
+        signals = part.error_signals
         yield Scanned(
             rows,
-            _NOTHING if part.keys is None else part.keys[chosen].double(),
-            _NOTHING if part.error_signals is None else part.error_signals[chosen].double(),
+            room[0].widened(keys_of(part)[chosen]) if keys else _NOTHING,
+            _NOTHING if signals is None else room[1].widened(signals[chosen]),
         )
 
 
 def key_blocks(
-    layer: LayerMemory, included: NDArray[np.bool_] | None = None, block: int = BLOCK
+    layer: LayerMemory,
+    included: NDArray[np.bool_] | None = None,
+    block: int = BLOCK,
+    first: Reals | None = None,
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """Row numbers and keys [b, d_in] in the dtype of training, a block at a time."""
-    for part in layer.blocks(block, error_signals=False):
+    """Row numbers and keys [b, d_in] in float32 or float64, a block at a time.
+
+    In order; or, given a number per pattern, the blocks with the largest `first`. Keys are valid
+    until the next block.
+    """
+    room = Buffer(torch.float32)
+    parts: Iterable[Block] = layer.blocks(block, error_signals=False)
+    if first is not None:
+        parts = _largest_first(list(parts), first)
+    for part in reported(parts, layer.rows):
         rows = np.arange(part.start, part.start + part.rows)
         inside = None if included is None else included[part.start : part.start + part.rows]
         if inside is not None and not inside.any():
             continue  # never touched: skipping costs nothing
-        keys = part.keys
-        assert keys is not None
+        keys = keys_of(part)
         if inside is not None and not inside.all():
             rows, keys = rows[inside], keys[torch.from_numpy(np.flatnonzero(inside))]
-        if keys.dtype not in (torch.float32, torch.float64):
-            keys = keys.float()
+        keys = keys if keys.dtype == torch.float64 else room.widened(keys)
         yield rows, keys
+
+
+def _largest_first(parts: list[Block], sizes: Reals) -> Iterator[Block]:
+    """The same blocks in another order; none is held once it has been used."""
+    parts.sort(key=lambda part: float(sizes[part.start : part.start + part.rows].max()))
+    while parts:
+        yield parts.pop()
 
 
 def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
     """The keys of a few patterns, in the given order, float64: [len(rows), d_in]."""
     included = np.zeros(layer.rows, bool)
     included[rows] = True
-    found = [part.keys for part in scan(layer, included, error_signals=False)]
+    found = [part.keys.clone() for part in scan(layer, included, error_signals=False)]
     ordered = np.unique(rows)
     keys = torch.cat(found) if found else torch.empty(0, layer.key_width, dtype=torch.float64)
     return keys[torch.from_numpy(np.searchsorted(ordered, rows))]
@@ -132,7 +208,7 @@ def dual_outputs(layer: LayerMemory, weight: Reals, queries: Tensor) -> Tensor:
     """Σ_t weight_t (x_t·q) δ_t for every query, the learned part as attention: [n, d_out]."""
     output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
     for part in scan(layer, weight != 0):
-        alpha = attention_weights(layer.kind, queries, part.keys)
+        alpha = products(layer, queries, part.keys)
         output += (alpha * _at(weight, part.rows)) @ part.error_signals
     return output
 
@@ -142,41 +218,7 @@ def attention_blocks(
 ) -> Iterator[tuple[Scanned, Tensor]]:
     """The attention weights α = x·q of every query over a block of patterns at a time: [n, b]."""
     for part in scan(layer, included, error_signals=False):
-        yield part, attention_weights(layer.kind, queries, part.keys)
-
-
-def contributions(
-    layer: LayerMemory,
-    queries: Tensor,
-    directions: Tensor,
-    weight: Reals | None,
-    bias: Reals | None,
-) -> tuple[Reals, Reals]:
-    """What each pattern wrote along g, and its attention, summed over the query rows: [T] each.
-
-    Σ_i weight_t (x_t·q_i)(δ_t·g_i) + bias_t (δ_t·g_i); queries [n, d_in], directions [n, d_out].
-    """
-    written, attention = np.zeros(layer.rows), np.zeros(layer.rows)
-    for part in scan(layer):
-        along = directions @ part.error_signals.T
-        alpha = attention_weights(layer.kind, queries, part.keys)
-        attention[part.rows] = alpha.sum(0).numpy()
-        if weight is not None:
-            written[part.rows] += weight[part.rows] * (alpha * along).sum(0).numpy()
-        if bias is not None:
-            written[part.rows] += bias[part.rows] * along.sum(0).numpy()
-    return written, attention
-
-
-def group_codes(values: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
-    """The distinct values of a column, sorted, missing ones last; each row's index into them."""
-    if values.dtype != object:
-        distinct, codes = np.unique(values, return_inverse=True)
-        return distinct.tolist(), codes.astype(np.int64).reshape(-1)
-    known = sorted({v for v in values.tolist() if v is not None}, key=lambda v: (str(type(v)), v))
-    listed = [*known, None] if any(v is None for v in values.tolist()) else known
-    index = {value: code for code, value in enumerate(listed)}
-    return listed, np.array([index[v] for v in values.tolist()], dtype=np.int64)
+        yield part, products(layer, queries, part.keys)
 
 
 def _at(numbers: Reals, rows: Rows) -> Tensor:

@@ -4,16 +4,15 @@ Attention is linear in the key: Σ_{t in g} x_t·q = (Σ_{t in g} x_t)·q. So on
 row per group, answers every query at the cost of a tiny product, however long the training was. The
 sum of absolute values, the paper's choice, is the same number wherever no weight is negative:
 behind ReLUs, or for images, where neither keys nor query have negative entries. Only where signs
-are mixed must all patterns be met again.
+are mixed must the patterns be met again, and there keys that recur are met once (`recurring.py`).
 
-A table takes one pass over the keys; the last few are kept as long as the memory is open.
+A table takes one pass over the keys and is then kept (`tables.py`).
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,10 +20,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine
+from dualform.attention.compiled import kernels
+from dualform.attention.recurring import recurring_keys
+from dualform.attention.tables import kept
+from dualform.attention.weights import CACHED
 from dualform.memory import LayerMemory
 
-TABLES_KEPT = 8
-"""How many tables are kept per layer: a table is as large as a weight of as many rows as groups."""
+QUERIES_AT_ONCE = 256
+"""Queries per matrix product: a block's weights stay small."""
+
+LARGEST_TABLE = 1 << 28
+"""Bytes up to which a table is worth having; more groups than that are summed as they stream."""
+
+MOST_COUNTS = 1 << 24
+"""Distinct keys × groups up to which it is counted how often each group met each key."""
+
+MANY_GROUPS = 64
+"""Groups from which on rows are added one by one instead of by a matrix product."""
 
 
 class KeySums(NamedTuple):
@@ -32,9 +44,6 @@ class KeySums(NamedTuple):
 
     sums: Tensor
     non_negative: bool
-
-
-_tables: WeakKeyDictionary[LayerMemory, dict[bytes, KeySums]] = WeakKeyDictionary()
 
 
 def group_sums(
@@ -48,6 +57,8 @@ def group_sums(
     if layer.kind == "embedding":
         counts = _token_counts(layer, queries, included, codes, groups)
         return counts, counts
+    if groups * layer.in_features * 8 > LARGEST_TABLE:
+        return _streamed(layer, queries, included, codes, groups)
     table = key_sums(layer, included, codes, groups)
     signed = queries @ table.sums.T
     mixed = torch.ones(len(queries), dtype=torch.bool)
@@ -59,28 +70,32 @@ def group_sums(
     return signed, absolute
 
 
+def sums_of_held(
+    held: engine.Reals, included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups: int
+) -> tuple[Tensor, Tensor]:
+    """The same from weights that are all known, [n, T], zero where a pattern is not included."""
+    inside = slice(None) if included is None else np.flatnonzero(included)
+    signed = [np.bincount(codes[inside], line[inside], groups) for line in held]
+    absolute = [np.bincount(codes[inside], np.abs(line[inside]), groups) for line in held]
+    return torch.from_numpy(np.stack(signed)), torch.from_numpy(np.stack(absolute))
+
+
 def key_sums(
     layer: LayerMemory,
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
 ) -> KeySums:
-    """The table of key sums of these groups, built in one pass or taken from the last few."""
-    kept = _tables.setdefault(layer, {})
-    name = _name(included, codes, groups)
-    if name not in kept:
-        built = _build(layer, included, codes, groups)
-        while len(kept) >= TABLES_KEPT:
-            del kept[next(iter(kept))]
-        kept[name] = built
-    return kept[name]
+    """The table of key sums of these groups, built in one pass or taken from those kept."""
+    about = f"key sums of {groups} groups {_digest(included, codes)}"
+    table = kept(layer, about, lambda: _build(layer, included, codes, groups))
+    return KeySums(table["sums"], not bool(table["negative"]))
 
 
-def _name(included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups: int) -> bytes:
-    digest = blake2b(codes.tobytes(), digest_size=16)
+def _digest(included: NDArray[np.bool_] | None, codes: NDArray[np.int64]) -> str:
+    digest = blake2b(np.ascontiguousarray(codes).tobytes(), digest_size=16)
     digest.update(b"all" if included is None else np.packbits(included).tobytes())
-    digest.update(str(groups).encode())
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _build(
@@ -88,19 +103,66 @@ def _build(
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
-) -> KeySums:
+) -> dict[str, Tensor]:
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
-    lowest = 0.0
+    if layer.distinct is not None and layer.distinct.rows * groups <= MOST_COUNTS:
+        return _build_from_distinct(layer, included, codes, sums)
+    negative, fast = 0, kernels(layer)
     for rows, keys in engine.key_blocks(layer, included):
-        code = codes[rows]
-        if (np.diff(code) < 0).any():  # each group's rows together: then they are plain sums
-            ordered = np.argsort(code, kind="stable")
-            code, keys = code[ordered], keys[torch.from_numpy(ordered)]
-        starts = np.flatnonzero(np.diff(code, prepend=-1))
-        for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
-            sums[code[start]] += keys[start:stop].sum(0, dtype=torch.float64)
-        lowest = min(lowest, float(keys.min())) if keys.numel() else lowest
-    return KeySums(sums, lowest >= 0.0)
+        if fast is not None:
+            negative += fast.add_rows(keys.numpy(), codes[rows], sums.numpy())
+        else:
+            _add_rows(keys, codes[rows], sums)
+            negative += bool(keys.numel() and keys.min() < 0)
+    return {"sums": sums, "negative": torch.tensor([negative])}
+
+
+def _build_from_distinct(
+    layer: LayerMemory, included: NDArray[np.bool_] | None, codes: NDArray[np.int64], sums: Tensor
+) -> dict[str, Tensor]:
+    """The same where keys that recur are stored once: each times how often a group met it."""
+    recurring, negative = recurring_keys(layer, 1), False
+    assert recurring is not None
+    counts = recurring.counts(included, codes, len(sums))
+    for numbers, keys in recurring.blocks():
+        often = counts[numbers]
+        sums += torch.from_numpy(often).double().T @ keys
+        met = keys[torch.from_numpy(often.any(1))]
+        negative |= bool(met.numel() and met.min() < 0)
+    return {"sums": sums, "negative": torch.tensor([negative])}
+
+
+def _add_rows(keys: Tensor, codes: NDArray[np.int64], sums: Tensor) -> None:
+    """Add each key to its group's sum, widened in pieces that stay in the cache."""
+    step, room = max(1, CACHED // keys.shape[1]), engine.Buffer(torch.float64)
+    groups = torch.arange(len(sums))[:, None]
+    for start in range(0, len(keys), step):
+        wide = room.widened(keys[start : start + step])
+        code = torch.from_numpy(codes[start : start + step])
+        if len(sums) <= MANY_GROUPS:  # as a product with ones and zeros
+            sums += (code == groups).double() @ wide
+        else:
+            sums.index_add_(0, code, wide)
+
+
+def _streamed(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None,
+    codes: NDArray[np.int64],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Both sums for more groups than a table can hold: all patterns, block by block."""
+    signed = torch.zeros(groups, len(queries), dtype=torch.float64)
+    absolute = torch.zeros_like(signed)
+    for part in engine.scan(layer, included, error_signals=False):
+        code = torch.from_numpy(codes[part.rows])
+        for low in range(0, len(queries), QUERIES_AT_ONCE):
+            here = slice(low, low + QUERIES_AT_ONCE)
+            alpha = engine.products(layer, queries[here], part.keys).T
+            signed[:, here].index_add_(0, code, alpha)
+            absolute[:, here].index_add_(0, code, alpha.abs_())
+    return signed.T.contiguous(), absolute.T.contiguous()
 
 
 def _absolute(
@@ -110,11 +172,25 @@ def _absolute(
     codes: NDArray[np.int64],
     groups: int,
 ) -> Tensor:
-    """Σ |α| where signs are mixed: all patterns, block by block."""
-    total = torch.zeros(len(queries), groups, dtype=torch.float64)
-    for part, alpha in engine.attention_blocks(layer, queries, included):
-        total.index_add_(1, torch.from_numpy(codes[part.rows]), alpha.abs())
-    return total
+    """Σ |α| where signs are mixed: every distinct key, times how often each group met it."""
+    total = torch.zeros(groups, len(queries), dtype=torch.float64)
+    recurring = recurring_keys(layer, len(queries))
+    if recurring is None or recurring.rows * groups > MOST_COUNTS:
+        for part in engine.scan(layer, included, error_signals=False):
+            code = torch.from_numpy(codes[part.rows])
+            for low in range(0, len(queries), QUERIES_AT_ONCE):
+                here = slice(low, low + QUERIES_AT_ONCE)
+                total[:, here].index_add_(
+                    0, code, engine.products(layer, queries[here], part.keys).abs_().T
+                )
+        return total.T.contiguous()
+    counts = recurring.counts(included, codes, groups)
+    for numbers, keys in recurring.blocks():
+        often = torch.from_numpy(counts[numbers]).double().T
+        for low in range(0, len(queries), QUERIES_AT_ONCE):
+            here = slice(low, low + QUERIES_AT_ONCE)
+            total[:, here] += often @ engine.products(layer, queries[here], keys).abs_().T
+    return total.T.contiguous()
 
 
 def _token_counts(

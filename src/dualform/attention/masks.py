@@ -31,12 +31,20 @@ class Mask:
     where: Mapping[str, Any] = field(default_factory=dict)
     strength: float = 1.0
     unresolved: str = "keep"
+    layers: tuple[str, ...] | None = None
+    """The layers it is about; None is all of them."""
+
+    def concerns(self, layer: str) -> bool:
+        """Whether the layer's patterns are masked at all."""
+        return self.layers is None or layer in self.layers
 
     def weights(self, layer: LayerMemory) -> NDArray[np.float64]:
         """The number each of the layer's patterns is multiplied by: [T].
 
         What a compacted layer holds is of no pattern: it is kept or dropped as a whole.
         """
+        if not self.concerns(layer.name):
+            return np.ones(layer.rows)
         if layer.rank is not None:
             return np.full(layer.rows, 1.0 if self.unresolved == "keep" else 0.0)
         chosen = self._select(layer)
@@ -50,16 +58,20 @@ class Mask:
             raise QueryError(
                 f"strength={self.strength!r}: expected a finite number, 1 takes all of it away"
             )
-        if memory.layers and not any(memory.layer(n).has_error_signals for n in memory.layers):
-            memory.layer(memory.layers[0]).need_error_signals(f"{self}")
-        resolved = [name for name in memory.layers if name not in memory.compacted]
-        if memory.layers and not resolved:
+        if self.layers is not None and not self.layers:
+            raise QueryError(f"layers=[] names no layer; recorded are: {', '.join(memory.layers)}")
+        concerned = [memory.layer(name) for name in self.layers or memory.layers]
+        if concerned and not any(layer.has_error_signals for layer in concerned):
+            concerned[0].need_error_signals(f"{self}")
+        resolved = [layer for layer in concerned if layer.rank is None]
+        if concerned and not resolved:
+            every = "every layer" if self.layers is None else ", ".join(self.layers)
             raise QueryError(
-                f"{self} needs patterns, but every layer of {memory.path} was compacted: what it "
+                f"{self} needs patterns, but {every} of {memory.path} was compacted: what it "
                 "holds is of no example, label or step. Ask the memory it was compacted from"
             )
-        for name in resolved:
-            self._select(memory.layer(name))
+        for layer in resolved:
+            self._select(layer)
 
     def _select(self, layer: LayerMemory) -> NDArray[np.bool_]:
         if self.rows is not None and len(self.rows) != layer.rows:
@@ -76,6 +88,8 @@ class Mask:
             conditions.insert(0, f"<{int(np.sum(self.rows))} of {len(self.rows)} patterns>")
         if not self.only and self.strength != 1:
             conditions.append(f"strength={self.strength:g}")
+        if self.layers is not None:
+            conditions.append(f"layers={_short(list(self.layers))}")
         return f"{'only' if self.only else 'without'}({', '.join(conditions) or 'everything'})"
 
 

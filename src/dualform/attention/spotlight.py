@@ -4,13 +4,15 @@
 training pattern looked to this layer like the query does, negative where it looked opposite. The
 weight says nothing about what the pattern *taught*: for that, ask for the contribution.
 
-All weights at once are n × T numbers, far more than most questions need. Only `Spotlight.weights`
-holds them; everything else here streams.
+All weights at once are n × T numbers, far more than most questions need. A few queries have their
+weights computed once, up to 64 MB of them, and every question is answered from there. Beyond that,
+only `Spotlight.weights` holds them; everything else streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, ranking
-from dualform.attention.group_sums import group_sums
+from dualform.attention import engine, grouping, ranking, short_keys
+from dualform.attention.group_sums import group_sums, sums_of_held
+from dualform.attention.weights import all_weights, are_few
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table
@@ -88,21 +91,21 @@ class Spotlight:
             >>> spotlight.top(500, by="label")                          # doctest: +SKIP
         """
         k = check_k(k)
-        values, codes = self._groups(by)
-        best = ranking.top_patterns(
-            self._memory, self._queries, self._included, k, sign, codes, len(values)
+        cells = None if by is None else grouping.cells(self.patterns, (by,))
+        short = by is None and short_keys.serve(self._memory, self._queries, sign)
+        held = are_few(self._memory, self._queries) and ("_held" in self.__dict__ or not short)
+        found = ranking.top_patterns(
+            self._memory,
+            self._queries,
+            self._included,
+            k,
+            sign,
+            cells,
+            held=self._held if held else None,
         )
-        found = [
-            (query, values[group], rank, row, weight)
-            for query, groups in enumerate(best)
-            for group, (rows, weights) in enumerate(groups)
-            for rank, (row, weight) in enumerate(zip(rows, weights, strict=True))
-        ]
-        columns: dict[str, Any] = self._query_column([f[0] for f in found])
-        rows = np.array([f[3] for f in found], dtype=np.int64)
-        columns |= {"rank": [f[2] + 1 for f in found], "pattern": rows}
-        columns["weight"] = np.array([f[4] for f in found], dtype=np.float64)
-        columns |= pattern_columns(self.patterns, rows)
+        columns: dict[str, Any] = self._query_column(found.query)
+        columns |= {"rank": found.rank + 1, "pattern": found.row, "weight": found.weight}
+        columns |= pattern_columns(self.patterns, found.row)
         which = {"most": "most positive", "least": "most negative", "absolute": "largest"}[sign]
         per = "" if by is None else f" per {by}"
         return Table(columns, f"layer {self.layer}: {which} attention{per}. {self._unit}")
@@ -117,15 +120,13 @@ class Spotlight:
             >>> spotlight.sum_by("label")["sum"]                        # doctest: +SKIP
             >>> spotlight.sum_by("task", "label")                       # doctest: +SKIP
         """
-        names = [n for part in columns for n in ([part] if isinstance(part, str) else part)]
-        if not names:
-            raise QueryError(f"sum_by needs a column; there are {', '.join(self.patterns.names)}")
-        values, codes = self._cells(names)
-        sums = self._sums(codes, len(values))
+        names = grouping.named(columns, self.patterns)
+        cells = grouping.cells(self.patterns, names)
+        sums = self._sums(cells.codes, len(cells.values))
         n = len(self._queries)
-        table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(values)))
+        table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(cells.values)))
         for i, name in enumerate(names):
-            table[name] = [value[i] for value in values] * n
+            table[name] = cells.column(i) * n
         named = " and ".join(names)
         return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {self._unit}")
 
@@ -141,15 +142,15 @@ class Spotlight:
         """
         if absolute not in ("before", "after"):
             raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
-        values, codes = self._cells((column,))
-        sums = self._sums(codes, len(values))
+        cells = grouping.cells(self.patterns, (column,))
+        sums = self._sums(cells.codes, len(cells.values))
         n = len(self._queries)
-        query = np.repeat(np.arange(n), len(values))
+        query = np.repeat(np.arange(n), len(cells.values))
         if absolute == "after":
             sums["absolute"] = np.abs(sums["sum"])
         ordered = np.lexsort((-sums["sum"], query))
         ordered = ordered[sums["patterns"][ordered] > 0]  # masked out, or later than this view
-        listed = np.array([value[0] for value in values] * n, dtype=object)[ordered].tolist()
+        listed = cells.listed[np.tile(np.arange(len(cells.values)), n)[ordered]]
         table: dict[str, Any] = self._query_column(query[ordered])
         table |= {column: listed, **{name: of[ordered] for name, of in sums.items()}}
         what = {"before": "absolute: Σ|α|", "after": "absolute: |Σα|"}[absolute]
@@ -164,10 +165,17 @@ class Spotlight:
         Example:
             >>> spotlight.effective                                     # doctest: +SKIP
         """
-        absolute, squares = np.zeros(len(self._queries)), np.zeros(len(self._queries))
-        for _, alpha in engine.attention_blocks(self._memory, self._queries, self._included):
-            absolute += alpha.abs().sum(1).numpy()
-            squares += alpha.square().sum(1).numpy()
+        n = len(self._queries)
+        absolute, squares = np.zeros(n), np.zeros(n)
+        if are_few(self._memory, self._queries):
+            absolute, squares = np.abs(self._held).sum(1), np.square(self._held).sum(1)
+        else:
+            for part in engine.scan(self._memory, self._included, error_signals=False):
+                for low in range(0, n, ranking.QUERIES_AT_ONCE):
+                    here = slice(low, low + ranking.QUERIES_AT_ONCE)
+                    alpha = engine.products(self._memory, self._queries[here], part.keys)
+                    absolute[here] += alpha.abs().sum(1).numpy()
+                    squares[here] += alpha.square_().sum(1).numpy()
         return np.divide(absolute**2, squares, out=np.zeros_like(squares), where=squares > 0)
 
     def over(self, column: str = "step", bins: int = 20, by: str | None = None) -> Table:
@@ -179,17 +187,16 @@ class Spotlight:
         Example:
             >>> spotlight.over("step", bins=10, by="task")              # doctest: +SKIP
         """
-        edges, bin_of = self._bins(column, bins)
-        values, codes = self._groups(by)
-        cells = bin_of if codes is None else bin_of * len(values) + codes
-        count = (len(edges) - 1) * len(values)
-        n = len(self._queries)
+        edges, bin_of = grouping.bins(self.patterns, column, bins, self.rows)
+        cells = grouping.cells(self.patterns, () if by is None else (by,))
+        values, ranges = cells.column(0) if by is not None else [None], len(edges) - 1
+        count, n = ranges * len(values), len(self._queries)
         columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), count))
         columns["from"] = np.tile(np.repeat(edges[:-1], len(values)), n)
         columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
         if by is not None:
-            columns[by] = values * ((len(edges) - 1) * n)
-        columns |= self._sums(cells, count)
+            columns[by] = values * (ranges * n)
+        columns |= self._sums(bin_of * len(values) + cells.codes, count)
         return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
     def __repr__(self) -> str:
@@ -205,7 +212,12 @@ class Spotlight:
 
     def _sums(self, codes: NDArray[np.int64], groups: int) -> dict[str, NDArray[Any]]:
         """Signed and absolute sums and counts of every group, query after query."""
-        signed, absolute = group_sums(self._memory, self._queries, self._included, codes, groups)
+        if are_few(self._memory, self._queries):
+            signed, absolute = sums_of_held(self._held, self._included, codes, groups)
+        else:
+            signed, absolute = group_sums(
+                self._memory, self._queries, self._included, codes, groups
+            )
         counts = np.bincount(codes[self.rows], minlength=groups)
         return {
             "sum": signed.reshape(-1).numpy(),
@@ -213,46 +225,10 @@ class Spotlight:
             "patterns": np.tile(counts, len(self._queries)),
         }
 
-    def _cells(self, columns: Sequence[str]) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
-        """The combinations of values that occur, and each pattern's index into them."""
-        kinds = [engine.group_codes(self.patterns[name]) for name in columns]
-        joint = np.zeros(self._memory.rows, np.int64)
-        for values, codes in kinds:
-            joint = joint * len(values) + codes
-        occurring, cells = np.unique(joint, return_inverse=True)
-        combined: list[tuple[Any, ...]] = []
-        for code in occurring.tolist():
-            found = []
-            for values, _ in reversed(kinds):
-                code, index = divmod(code, len(values))
-                found.append(values[index])
-            combined.append(tuple(reversed(found)))
-        return combined, cells.reshape(-1).astype(np.int64)
-
-    def _groups(self, by: str | None) -> tuple[list[Any], NDArray[np.int64] | None]:
-        if by is None:
-            return [None], None
-        values = self.patterns[by]
-        return engine.group_codes(values)
-
-    def _bins(self, column: str, bins: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        values = self.patterns[column]
-        if bins < 1:
-            raise QueryError(f"bins={bins}: expected at least one range")
-        kept = values[self.rows]
-        if values.dtype.kind not in "biuf" or not np.isfinite(kept).all():
-            raise QueryError(
-                f"column {column!r} holds text, or has no (finite) number for some patterns; "
-                ".over() needs a number for each: use .sum_by()"
-            )
-        low, high = (kept.min(), kept.max()) if len(kept) else (0, 0)
-        if values.dtype.kind == "f":
-            edges = np.linspace(low, np.nextafter(high, np.inf), bins + 1)
-        else:  # whole numbers: no more ranges than there are numbers
-            edges = np.linspace(low, high + 1, min(bins, int(high - low) + 1) + 1)
-            edges = np.unique(np.round(edges).astype(np.int64))
-        where = np.searchsorted(edges, values, side="right") - 1
-        return edges, np.clip(where, 0, len(edges) - 2).astype(np.int64)
+    @cached_property
+    def _held(self) -> engine.Reals:
+        """All weights of a few queries, [n, T]; zero where a pattern is not attended to."""
+        return all_weights(self._memory, self._queries, self._included)
 
 
 class Attention(Mapping[str, Spotlight]):
@@ -305,7 +281,7 @@ def is_whole(number: Any) -> bool:
 
 def pattern_columns(patterns: Patterns, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """Every column that says something about some patterns."""
-    columns = {name: patterns[name][rows] for name in patterns.names}
+    columns = {name: patterns.take(name, rows) for name in patterns.names}
     return {name: values for name, values in columns.items() if _says_something(values)}
 
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from dualform.attention.queries import check_finite
 from dualform.errors import QueryError
 
+Aim = int | str | Tensor | Sequence[float]
+"""What may be split up: an output, `"margin"`, or a direction over the outputs."""
+
 
 class Call:
     """One use of a layer in a forward pass: what it was given, what it returned, and a probe."""
@@ -53,9 +56,18 @@ class Traced:
         return None
 
 
-def direction_of(
-    target: int | Tensor | Sequence[float], shape: tuple[int, ...], what: str
-) -> Tensor:
+def is_margin(target: Aim) -> bool:
+    return isinstance(target, str) and target == "margin"
+
+
+def aim(target: Aim, label: int | None, outputs: Tensor, what: str) -> tuple[Tensor, str]:
+    """The direction a target means over these outputs, and what it is called."""
+    if is_margin(target):
+        return margin(outputs, label, what)
+    return direction_of(target, tuple(outputs.shape), what), name_of(target)
+
+
+def direction_of(target: Aim, shape: tuple[int, ...], what: str) -> Tensor:
     """The direction a target means over outputs of this shape, one input at a time."""
     width = shape[-1] if shape else 1
     single = torch.Size(shape).numel() == width
@@ -72,6 +84,10 @@ def direction_of(
         one_hot = torch.zeros(width, dtype=torch.float64)
         one_hot[target] = 1.0
         return one_hot.reshape(shape)
+    if isinstance(target, str):
+        raise QueryError(
+            f'target={target!r}: expected a class index, "margin", or numbers over the outputs'
+        )
     try:
         direction = torch.as_tensor(target, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -85,6 +101,30 @@ def direction_of(
         )
     check_finite(direction, "the target")
     return direction.reshape(shape)
+
+
+def margin(outputs: Tensor, label: int | None, what: str) -> tuple[Tensor, str]:
+    """The direction of a margin over one input's outputs, and what it is called.
+
+    The true class minus the best other; without a label, the predicted minus the runner-up.
+    """
+    line = outputs.detach().reshape(-1).double().cpu()
+    width = int(outputs.shape[-1]) if outputs.ndim else 1
+    if len(line) != width or width < 2:
+        raise QueryError(
+            f'target="margin" compares two outputs of one input, but {what} has shape '
+            f"{list(outputs.shape)}; give one input at a time"
+        )
+    if label is not None and not 0 <= label < width:
+        raise QueryError(f"label={label} is out of range: {what} has outputs 0 to {width - 1}")
+    best = int(line.argmax()) if label is None else int(label)
+    others = line.clone()
+    others[best] = -torch.inf
+    other = int(others.argmax())
+    direction = torch.zeros(width, dtype=torch.float64)
+    direction[best], direction[other] = 1.0, -1.0
+    why = "predicted − runner-up" if label is None else "true − best other"
+    return direction.reshape(outputs.shape), f"the margin, output {best} − output {other} ({why})"
 
 
 def name_of(target: Any) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.attention import engine
+from dualform.attention import engine, grouping
+from dualform.attention.group_matrices import are_worth_having, columns_of, group_matrices
 from dualform.attention.masks import Mask, row_weights
 from dualform.attention.rounding import as_computed
 from dualform.errors import QueryError
@@ -36,10 +37,12 @@ class View:
         self._row_weights: dict[str, engine.Reals] = {}
         self._weights: dict[str, Tensor] | None = None
 
-    @property
-    def drops_unresolved(self) -> bool:
-        """Whether a mask asked that nothing be left of what was learned without patterns."""
-        return any(mask.unresolved == "drop" for mask in self.masks)
+    def drops_unresolved(self, parameter: str) -> bool:
+        """Whether a mask asked that, without patterns, it falls back to its initial part."""
+        dropping = [mask for mask in self.masks if mask.unresolved == "drop"]
+        layers = [self.memory.layer(name) for name in self.memory.layers]
+        users = [la.name for la in layers if parameter in (la.weight, la.bias)]
+        return any(m.layers is None or any(map(m.concerns, users)) for m in dropping)
 
     def coefficients(self, parameter: str) -> Coefficients:
         """a, h and c of one parameter at this step."""
@@ -91,7 +94,7 @@ class View:
     def unresolved(self, parameter: str) -> Tensor | None:
         """What was learned without pattern resolution, float64; None if nothing, or dropped."""
         known = self.memory.parameters[parameter]
-        if known.coverage not in ("steps", "accumulated") or self.drops_unresolved:
+        if known.coverage not in ("steps", "accumulated") or self.drops_unresolved(parameter):
             return None
         since = known.accumulated_since
         if since is not None and self.at > since:  # before that, every step was kept
@@ -109,7 +112,9 @@ class View:
         None if every step was recorded, or if it is dropped.
         """
         known = self.memory.parameters[parameter]
-        if self.memory.every == 1 or known.coverage != "patterns" or self.drops_unresolved:
+        if self.memory.every == 1 or known.coverage != "patterns":
+            return None
+        if self.drops_unresolved(parameter):
             return None
         return self.memory.unrecorded(parameter, self.at)[0]
 
@@ -154,15 +159,49 @@ class View:
         rebuilt = {name: self.base(name) for name in self.memory.parameters}
         for name in self.memory.layers:
             layer = self.memory.layer(name)
-            parts = engine.learned(
-                layer,
-                self.row_coefficients(layer, layer.weight),
-                self.row_coefficients(layer, layer.bias),
-            )
+            parts = self._learned(layer)
             for parameter, part in zip((layer.weight, layer.bias), parts, strict=True):
                 if parameter is not None and part is not None:
                     rebuilt[parameter][layer.rows_of(parameter)] += part
         return rebuilt
+
+    def _learned(self, layer: LayerMemory) -> tuple[Tensor | None, Tensor | None]:
+        """What a layer's patterns wrote into weight and bias, under the masks, float64.
+
+        By matrices of groups where masks go by columns with few values; else pattern by pattern.
+        """
+        columns = columns_of(self.masks, layer)
+        cells = None if columns is None else grouping.cells(layer.patterns, columns)
+        if cells is None or not are_worth_having(layer, cells):
+            return engine.learned(
+                layer,
+                self.row_coefficients(layer, layer.weight),
+                self.row_coefficients(layer, layer.bias),
+            )
+        bare = View(self.memory, self.at)
+        factors = [bare.row_coefficients(layer, name) for name in (layer.weight, layer.bias)]
+        if all(factor is None for factor in factors):
+            return None, None
+        matrices = group_matrices(
+            layer,
+            cells,
+            f"by {columns} after {self.at}",
+            *factors,
+            on_disk=None if self.at == self.memory.steps else False,
+        )
+        strength = np.zeros(len(cells.values))
+        strength[cells.codes] = row_weights(self.masks, layer)  # the same all over a cell
+        each = torch.from_numpy(strength)
+        weight, bias = (None if m is None else torch.tensordot(each, m, 1) for m in matrices)
+        return weight, bias
+
+    def output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
+        """The layer's output by the rebuilt weights: [n, d_in] -> [n, d_out], float64."""
+        own = self.weights[layer.weight][layer.rows_of(layer.weight)]
+        output = multiply(layer.kind, own, queries.double())
+        if layer.bias is not None:
+            output = output + self.weights[layer.bias][layer.rows_of(layer.bias)]
+        return output
 
     def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
         """The layer's output as attention, literally: base·q + Σ_t w_t c_t (x_t·q) δ_t + bias.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.layers.kinds import key_width, parameter_shape
+from dualform.memory.derived import Derived
 from dualform.memory.description import DescribedLayer
 from dualform.memory.distinct import DistinctKeys
 from dualform.memory.patterns import Patterns
@@ -43,10 +44,27 @@ class Block:
         """[rows, d_in], in the dtype of training (tokens: [rows, 1]); None if not asked for."""
         return None if self._keys is None else self._keys()
 
+    @property
+    def narrow_keys(self) -> Tensor | None:
+        """The keys as stored, where that is in 16 bits: for whoever widens them on the way."""
+        if isinstance(self._keys, partial) and isinstance(self._keys.func, Widened):
+            return self._keys.func.stored[slice(*self._keys.args)]
+        return None
+
     @cached_property
     def error_signals(self) -> Tensor | None:
         """[rows, d_out], in the dtype of training; None if not asked for."""
         return None if self._error_signals is None else self._error_signals()
+
+
+class Widened:
+    """Patterns stored in 16 bits, read from row to row in the dtype of training."""
+
+    def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
+        self.stored, self._dtype = stored, dtype
+
+    def __call__(self, low: int, high: int) -> Tensor:
+        return self.stored[low:high].to(self._dtype)
 
 
 class LayerMemory:
@@ -63,6 +81,7 @@ class LayerMemory:
         segments: Sequence[Segment],
         patterns: Patterns,
         with_error_signals: Sequence[str],
+        derived: Derived | None = None,
     ) -> None:
         layer = described.layer
         self.name = layer.name
@@ -76,6 +95,7 @@ class LayerMemory:
         self.dtype, self.stored = described.dtype, described.stored
         self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
+        self.derived = derived
         self.has_error_signals = described.error_signals
         self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)
@@ -158,7 +178,7 @@ class LayerMemory:
         if stored.dtype == self.dtype:
             return lambda low, high: stored[low:high]
         if kind == "keys" or stored.dtype != torch.float16:
-            return lambda low, high: stored[low:high].to(self.dtype)
+            return Widened(stored, self.dtype)
         scales = segment.scales(kind, self.name)
 
         def read(low: int, high: int) -> Tensor:

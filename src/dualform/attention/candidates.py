@@ -1,0 +1,153 @@
+"""What may still be among the best k of every query and group, while a memory streams by.
+
+A *cell* is a query × a group. Each has a limit: below it, a product cannot be among the cell's best
+k, whatever rounding did to it and to the others. Most of a memory falls below the limits and is
+never looked at again; what does not is put on the cell's list, and a list that grows long is cut
+back to its best k, which raises the limit.
+
+Two ways to the same end: `CompiledCandidates` walks along the products in one compiled loop,
+`PlainCandidates` compares whole blocks by numpy and cuts all lists at once by one sort.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualform.attention import engine
+from dualform.attention.compiled import Kernels
+
+Codes = NDArray[np.int64]
+
+ROOM = 64
+"""How much longer than 2 k a list may grow, so that short ones are not cut all the time."""
+
+
+class Candidates(Protocol):
+    """The lists of all cells."""
+
+    def take(self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes) -> None:
+        """Look at products [n, b] of the queries from `first` on with the patterns `rows`."""
+        ...
+
+    def result(self) -> tuple[Codes, engine.Rows]:
+        """The cell and pattern of everything that is left, in no order."""
+        ...
+
+
+class CompiledCandidates:
+    """Lists of a fixed length per cell, filled by a compiled loop."""
+
+    def __init__(
+        self, fast: Kernels, groups: int, k: int, room: engine.Reals, most: int, dtype: Any
+    ) -> None:
+        self._fast, self._groups, self._k = fast, groups, k
+        self._room = 2 * room
+        cells, capacity = len(room) * groups, max(1, min(2 * k + ROOM, most))
+        self._limits = np.full(cells, -np.inf, dtype)
+        self._values = np.empty((cells, capacity), dtype)
+        self._found = np.empty((cells, capacity), np.int64)
+        self._fill = np.zeros(cells, np.int64)
+        self._scratch = np.empty(capacity, dtype)
+
+    def take(self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes) -> None:
+        done = 0
+        while True:
+            done = self._fast.pick(
+                products, codes, self._groups, first, rows, self._k, self._room, self._limits,
+                self._values, self._found, self._fill, self._scratch, done,
+            )  # fmt: skip
+            if done >= products.size:
+                return
+            self._grow()
+
+    def _grow(self) -> None:
+        """Longer lists: one is full of numbers that rounding cannot tell apart."""
+        self._values = np.concatenate([self._values, np.empty_like(self._values)], axis=1)
+        self._found = np.concatenate([self._found, np.empty_like(self._found)], axis=1)
+        self._scratch = np.empty(2 * len(self._scratch), self._scratch.dtype)
+
+    def result(self) -> tuple[Codes, engine.Rows]:
+        capacity, k = self._found.shape[1], self._k
+        self._values[np.arange(capacity) >= self._fill[:, None]] = -np.inf
+        if capacity > k:  # a last cut
+            kth = np.partition(self._values, capacity - k, axis=1)[:, capacity - k]
+            room = np.repeat(self._room, self._groups)
+            self._limits = np.maximum(self._limits, _lowered(kth, room))
+        left = self._values >= np.maximum(self._limits, np.finfo(self._limits.dtype).min)[:, None]
+        return np.nonzero(left)[0], self._found[left]
+
+
+class PlainCandidates:
+    """One long list of everything that reached its limit, cut back by sorting now and then."""
+
+    def __init__(self, groups: int, k: int, room: engine.Reals, dtype: Any) -> None:
+        self._groups, self._k = groups, k
+        self._limits = np.full((len(room), groups), -np.inf, dtype)
+        self._room = np.repeat(2 * room, groups)
+        self._lists: list[tuple[Codes, engine.Rows, NDArray[Any]]] = []
+        self._waiting = 0
+        self._at_most = max(1 << 17, k * len(room) * groups)
+
+    def take(self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes) -> None:
+        limits = self._limits[first : first + len(products)]
+        width, k = products.shape[1], self._k
+        if self._groups == 1 and width > 2 * k and np.isneginf(limits).any():
+            # nothing to go by yet: the block's own k-th best, instead of listing all of it
+            kth = np.partition(products, width - k, axis=1)[:, width - k : width - k + 1]
+            limits[:] = np.maximum(
+                limits, _lowered(kth, self._room[first : first + len(limits), None])
+            )
+        reached = products >= (limits if self._groups == 1 else limits[:, codes])
+        flat = np.flatnonzero(reached)
+        if not len(flat):
+            return
+        query, column = np.divmod(flat, width)
+        cells = (query + first) * self._groups
+        if self._groups > 1:
+            cells += codes[column]
+        self._lists.append((cells, rows[column], products.reshape(-1)[flat]))
+        self._waiting += len(flat)
+        if self._waiting > self._at_most:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Keep what can still be among the best k, and raise the limits."""
+        cells, rows, values = (np.concatenate(part) for part in zip(*self._lists, strict=True))
+        ordered = _by_cell_and_value(cells, values)
+        cells, rows, values = cells[ordered], rows[ordered], values[ordered]
+        starts = np.searchsorted(cells, np.arange(self._limits.size + 1))
+        enough = np.flatnonzero(np.diff(starts) >= self._k)
+        kth = values[starts[enough] + self._k - 1]
+        limits = self._limits.reshape(-1)
+        limits[enough] = np.maximum(limits[enough], _lowered(kth, self._room[enough]))
+        kept = values >= limits[cells]
+        self._lists = [(cells[kept], rows[kept], values[kept])]
+        self._waiting = 0
+
+    def result(self) -> tuple[Codes, engine.Rows]:
+        if not self._lists:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._cut()
+        cells, rows, _ = self._lists[0]
+        return cells, rows
+
+
+def _lowered(kth: NDArray[Any], room: engine.Reals) -> NDArray[Any]:
+    """k-th best − room, never rounded up in the products' own precision."""
+    limit = (kth - room).astype(kth.dtype)
+    lowered: NDArray[Any] = np.nextafter(limit, kth.dtype.type(-np.inf))
+    return lowered
+
+
+def _by_cell_and_value(cells: Codes, values: NDArray[Any]) -> NDArray[np.intp]:
+    """The order by cell, then by value, the largest first."""
+    if values.dtype != np.float32:
+        return np.lexsort((-values, cells))
+    # one whole number for both: its sort is many times faster than two sorts of one
+    bits = values.view(np.uint32)
+    rising = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+    ordered: NDArray[np.intp] = np.argsort((cells.astype(np.uint64) << 32) | ~rising)
+    return ordered

@@ -1,0 +1,221 @@
+"""The attention weights themselves, in float64, for a few queries or a few pairs.
+
+Why it is hard: keys are stored in float32 (or less), weights are wanted in float64, and converting
+all keys first would cost four times what reading them costs. So keys are widened as they are used:
+by a compiled loop, or by torch in pieces that stay in the processor's cache. And equal keys (the
+same image, seen again) must give equal bits wherever they lie, or ties would be broken by chance:
+every weight is added up along its own row, never as part of a matrix product, whose kernels treat
+the edges of their tiles differently.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.attention import engine
+from dualform.attention.compiled import kernels
+from dualform.attention.tables import kept
+from dualform.errors import QueryError
+from dualform.memory import LayerMemory
+from dualform.memory.layer import Block
+
+Item = TypeVar("Item")
+
+FEW = 8
+"""Queries up to which weights are computed one by one; beyond, matrix products are faster."""
+
+HELD = 1 << 23
+"""Weights that may be held at once: 64 MB."""
+
+CACHED = 1 << 19
+"""Numbers that are widened at once: 4 MB in float64, which a processor's cache can hold."""
+
+
+def are_few(layer: LayerMemory, queries: Tensor) -> bool:
+    """Whether all weights of these queries may be computed at once and held."""
+    return len(queries) <= FEW and len(queries) * layer.rows <= HELD
+
+
+def all_weights(
+    layer: LayerMemory,
+    queries: Tensor,
+    included: NDArray[np.bool_] | None = None,
+    *,
+    of: str = "keys",
+) -> engine.Reals:
+    """α = x·q of every pattern, [n, T] float64; zero where a pattern is not included.
+
+    `of="error_signals"` gives δ·g instead, for directions g in place of queries.
+    """
+    if of == "keys" and layer.kind == "embedding":
+        return _of_tokens(layer, queries, included)
+    distinct = layer.distinct if of == "keys" else None
+    if distinct is not None:  # keys that recur are weighed once
+        rows = (Rows(start, keys) for start, keys in distinct.blocks(_size(layer)))
+        out = _weigh(layer, queries, distinct.rows, rows, of)[:, distinct.references]
+    else:
+        blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
+        parts = engine.reported(blocks, layer.rows)
+        if included is not None:
+            parts = (p for p in parts if included[p.start : p.start + p.rows].any())
+        out = _weigh(layer, queries, layer.rows, (_rows(part, of) for part in parts), of)
+    if included is not None:
+        out[:, ~included] = 0.0
+    return out
+
+
+def _of_tokens(
+    layer: LayerMemory, queries: Tensor, included: NDArray[np.bool_] | None
+) -> engine.Reals:
+    """An embedding's: 1 where a pattern is of the query's token, else 0."""
+    same = queries.double().numpy() == layer.keys[:, 0].numpy()
+    return np.where(same if included is None else same & included, 1.0, 0.0)
+
+
+class Rows(NamedTuple):
+    """Some consecutive rows to be weighed, and where they begin."""
+
+    start: int
+    keys: Tensor
+
+
+def _rows(part: Block, of: str) -> Rows:
+    keys = engine.keys_of(part) if of == "keys" else part.error_signals
+    assert keys is not None
+    return Rows(part.start, keys)
+
+
+def _weigh(
+    layer: LayerMemory, queries: Tensor, count: int, rows: Iterable[Rows], of: str
+) -> engine.Reals:
+    """The weights of so many rows, [n, count]; zero for those that are left out."""
+    out = np.zeros((len(queries), count))
+    fast = kernels(layer)
+    asked = np.ascontiguousarray(queries.numpy())
+    room = threading.local()
+
+    def one(some: Rows) -> None:
+        stop = some.start + len(some.keys)
+        here = out[:, some.start : stop]
+        if fast is not None:
+            fast.weights(_array(some.keys, room), asked, here)
+        else:
+            _by_rows(some.keys, queries, here)
+        if not np.isfinite(here).all():
+            refuse(layer, some.start, stop, of)
+
+    spread(one, rows, 1 if fast is None else torch.get_num_threads())  # torch divides its own
+    return out
+
+
+def spread(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
+    """Do some work for every item, by so many threads; a few items at a time, so Ctrl-C ends it."""
+    if threads == 1:
+        for item in items:
+            work(item)
+        return
+    waiting = iter(items)
+    with ThreadPoolExecutor(threads) as pool:
+        while some := list(islice(waiting, 4 * threads)):
+            list(pool.map(work, some))
+
+
+def pair_weights(
+    layer: LayerMemory, rows: engine.Rows, queries: Tensor, which: NDArray[np.int64]
+) -> engine.Reals:
+    """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read."""
+    out = np.zeros(len(rows))
+    fast = kernels(layer)
+    asked = np.ascontiguousarray(queries.numpy())
+    room = threading.local()
+    for part in layer.blocks(_size(layer), error_signals=False):
+        low, high = np.searchsorted(rows, (part.start, part.start + part.rows))
+        if low == high:
+            continue
+        keys = engine.keys_of(part)
+        inside, query = rows[low:high] - part.start, which[low:high]
+        if fast is not None:
+            fast.pair_weights(_array(keys, room), inside, asked, query, out[low:high])
+            continue
+        step = max(1, CACHED // layer.in_features)
+        for start in range(0, len(inside), step):
+            some = slice(start, start + step)
+            pairs = keys[torch.from_numpy(inside[some])].double()  # 16 bits widen exactly
+            pairs *= queries[torch.from_numpy(query[some])]
+            out[low:high][some] = pairs.sum(1).numpy()
+    return out
+
+
+def _by_rows(keys: Tensor, queries: Tensor, out: engine.Reals) -> None:
+    """The same by torch: row by row, in pieces that stay in the cache."""
+    step = max(1, CACHED // keys.shape[1])
+    product = torch.empty(min(step, len(keys)), keys.shape[1], dtype=torch.float64)
+    for start in range(0, len(keys), step):
+        some = keys[start : start + step]
+        for query, line in zip(queries, out, strict=True):
+            weighed = product[: len(some)].copy_(some).mul_(query)
+            line[start : start + step] = weighed.sum(1).numpy()
+
+
+def _size(layer: LayerMemory) -> int:
+    """Patterns per block: 16-bit keys are widened block by block, better in the cache."""
+    return max(1, CACHED // layer.key_width) if layer.stored_eps else engine.BLOCK
+
+
+def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray[np.float64]:
+    """Keys as compiled loops take them; 16 bits are widened into the thread's own buffer."""
+    if keys.dtype not in (torch.float32, torch.float64):
+        if not hasattr(room, "buffer"):
+            room.buffer = engine.Buffer(torch.float32)
+        keys = room.buffer.widened(keys)
+    array: NDArray[np.float32] = keys.contiguous().numpy()
+    return array
+
+
+def refuse(layer: LayerMemory, start: int, stop: int, of: str = "keys") -> None:
+    """Keys that are no numbers have no attention."""
+    what = of.replace("_", " ")
+    raise QueryError(
+        f"layer {layer.name!r} holds {what} that are not finite (patterns {start} to {stop - 1}): "
+        "what attention to them would be is not defined"
+    )
+
+
+def norms(layer: LayerMemory) -> engine.Reals:
+    """‖x‖ of every pattern, [T] float64; keys must be finite numbers."""
+    if layer.kind == "embedding":
+        return np.ones(layer.rows)
+
+    def build() -> dict[str, Tensor]:
+        distinct = layer.distinct
+        found = np.zeros(layer.rows if distinct is None else distinct.rows)
+        rows = (_rows(part, "keys") for part in blocks_of(layer))
+        for start, keys in rows if distinct is None else distinct.blocks():
+            size = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+            if not bool(torch.isfinite(size).all()):
+                refuse(layer, start, start + len(keys))
+            found[start : start + len(keys)] = size.numpy()
+        every = found if distinct is None else found[distinct.references]
+        return {"norms": torch.from_numpy(every)}
+
+    array: engine.Reals = kept(layer, "norms", build)["norms"].numpy()
+    return array
+
+
+def longest_key(layer: LayerMemory) -> float:
+    """The largest ‖x‖ of a layer, a hair above it."""
+    return float(norms(layer).max(initial=0.0)) * 1.001
+
+
+def blocks_of(layer: LayerMemory) -> Iterator[Block]:
+    """Keys alone, block by block, with progress."""
+    return engine.reported(layer.blocks(engine.BLOCK, error_signals=False), layer.rows)
