@@ -3,6 +3,7 @@ has to care whether they are there."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -37,7 +38,7 @@ def path(run: Any, tmp_path: Path) -> Path:
 
 def answers(run: Any, path: Path) -> list[Any]:
     """Questions that tables answer: norms, key sums, group matrices."""
-    dual = df.DualForm(run.model, path)
+    dual = df.DualForm(copy.deepcopy(run.model), path)  # torch lends a model to one thread
     spotlight = dual.attend(run.inputs[:EVERYTHING])["fc1"]
     masked = dual.without(label=1).weights(torch.float64)
     return [

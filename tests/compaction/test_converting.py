@@ -149,7 +149,8 @@ def test_patterns_are_those_of_a_recording_in_that_dtype(
         for kind in ("keys", "error_signals"):
             assert torch.equal(getattr(ours.layer(name), kind), getattr(theirs.layer(name), kind))
     for name, weight in weights(tmp_path / "converted").items():
-        assert relative(weight, weights(tmp_path / "narrow")[name]) <= 1e-6
+        # the factor of a clipped gradient is measured, along a direction of each recording's own
+        assert relative(weight, weights(tmp_path / "narrow")[name]) <= 3e-5
 
 
 def test_inputs_that_recur_are_still_stored_once(recorded: Any, tmp_path: Path) -> None:
