@@ -70,7 +70,7 @@ BLOCK = 1 << 16
 LARGE = 1 << 16
 """From this many entries on a gradient is looked at in parts."""
 
-PARTS = 8
+PARTS = 16
 """In how many steps all rows of a large gradient are looked at."""
 
 FAIR_SHARE = 4 * PARTS

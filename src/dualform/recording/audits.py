@@ -44,6 +44,7 @@ class Audits:
         self._weights, self._momentum, self._expected, self._projected = (
             np.zeros(sum(rows)) for _ in range(4)
         )
+        self._products = np.zeros((3, sum(rows)))
         for audit, start, length in zip(audits, self._starts.tolist(), rows, strict=True):
             audit.place(
                 *(a[start : start + length] for a in (self._weights, self._momentum)),
@@ -81,11 +82,12 @@ class Audits:
         """
         if not self._alike:
             return [False] * len(self._audits)
-        expected = self._expected
+        expected, products = self._expected, self._products
         off = self._projected - expected
-        square = np.add.reduceat(expected * expected, self._starts)
-        along = np.add.reduceat(expected * off, self._starts)
-        distance = np.add.reduceat(off * off, self._starts)
+        np.multiply(expected, expected, out=products[0])
+        np.multiply(expected, off, out=products[1])
+        np.multiply(off, off, out=products[2])
+        square, along, distance = np.add.reduceat(products, self._starts, axis=1)
         return [
             # first by what need not be measured: ‖Σ‖, less than the gross sum, or a recent one
             _is_plain(audit, s, a, d, max(audit.gradient_eps * sqrt(s), audit.recent_rounding))
