@@ -291,7 +291,11 @@ class _Plan:
         self.alone = {name: p for name, p in trained.items() if name in alone}
         self.resolved = {name: p for name, p in trained.items() if name in used - alone}
         events = _size(self.moving.values()) + self._gradients_kept() // steps
-        patterns = sum(la.bytes_per_pattern * la.patterns_per_step for la in self.layers())
+        patterns = sum(  # while they are collected: as wide as in training
+            sum(map(math.prod, shapes))
+            * storage.bytes_in_buffers(layer, self.parameters[layer.weight].dtype)
+            for layer, shapes in calls.items()
+        )
         self.step_bytes = patterns + events
         average = patterns * self.recorded // steps + events
         self.segments = math.ceil(steps / _steps_per(segment_bytes, average))

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor, nn
 
 import dualform as df
-from dualform.recording.regions import Narrow, Scaled
+from dualform.layers import Layer
+from dualform.recording.regions import NarrowCopies, Region
+
+LAYER = Layer("x", "linear", "x.weight", None, 1, 1)
 
 
-def stored(place: Narrow, kind: str = "keys") -> tuple[Tensor, Tensor | None]:
+def stored(
+    rows: Tensor, dtype: torch.dtype, kind: str = "keys", copies: NarrowCopies | None = None
+) -> tuple[Tensor, Tensor | None]:
     """What would be written: rows, and scales."""
-    found = []
-    for tensor in place.tensors(kind, "x"):
-        raw = bytearray(b"".join(bytes(piece) for piece in tensor.pieces))
-        found.append(torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape))
-    return found[0], found[1] if len(found) > 1 else None
+    region = Region(rows.shape[1], rows.dtype, 1, dtype)
+    for part in rows.split(7):
+        region.append(part)
+    written, scales = (copies or NarrowCopies()).of(kind, LAYER, region)
+    return written.filled.clone(), None if scales is None else scales.filled[:, 0].clone()
 
 
 def off(rows: Tensor, kept: Tensor) -> Tensor:
@@ -30,10 +35,8 @@ def off(rows: Tensor, kept: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_are_rounded_once(dtype: torch.dtype) -> None:
-    place, rows = Narrow(30, dtype, torch.float32, 4), torch.randn(100, 30)
-    for part in rows.split(7):
-        place.append(part)
-    kept, _ = stored(place)
+    rows = torch.randn(100, 30)
+    kept, _ = stored(rows, dtype)
     assert kept.dtype == dtype
     assert torch.equal(kept, rows.to(dtype))
 
@@ -51,24 +54,39 @@ def test_rows_are_rounded_once(dtype: torch.dtype) -> None:
 def test_rows_that_16_bits_cannot_hold_are_kept_as_they_are(
     dtype: torch.dtype, odd: float, wide: torch.dtype
 ) -> None:
-    place, rows = Narrow(3, dtype, wide, 1), torch.randn(20, 3, dtype=wide)
+    rows, copies = torch.randn(20, 3, dtype=wide), NarrowCopies()
     rows[11] = torch.tensor([odd, 0.0, odd / 2])
-    for part in rows.split(5):
-        place.append(part)
-    kept, _ = stored(place)
+    kept, _ = stored(rows, dtype, copies=copies)
     assert kept.dtype == wide
-    assert torch.equal(kept[10:], rows[10:])
-    assert torch.equal(kept[:10], rows[:10].to(dtype).to(wide))
-    place.restart()
-    place.append(rows[:5])
-    assert stored(place)[0].dtype == dtype, "the next segment tries again"
+    assert torch.equal(kept, rows)
+    again, _ = stored(rows[:5], dtype, copies=copies)
+    assert again.dtype == dtype, "the next segment tries again"
+    assert torch.equal(again, rows[:5].to(dtype))
+
+
+def test_large_rows_are_rounded_as_small_ones_are() -> None:
+    """More rows than are rounded at a time, and memory that earlier segments have used."""
+    copies = NarrowCopies()
+    for count in (9, 400, 3, 1000):
+        rows = torch.randn(count, 700)
+        kept, scales = stored(rows, torch.float16, "error_signals", copies)
+        assert scales is not None
+        assert torch.equal(scales, rows.abs().amax(1))
+        assert torch.equal(kept, (rows / scales[:, None]).half())
+
+
+def test_memory_of_layers_that_are_gone_is_let_go() -> None:
+    copies = NarrowCopies()
+    stored(torch.randn(5, 3), torch.float16, copies=copies)
+    copies.next_segment()
+    assert copies._copies
+    copies.next_segment()
+    assert not copies._copies
 
 
 def test_zeros_and_the_largest_number_need_no_more_than_16_bits() -> None:
-    place = Narrow(2, torch.float16, torch.float32, 1)
     rows = torch.tensor([[0.0, 0.0], [65504.0, -65519.0], [6.2e-5, 0.0]])
-    place.append(rows)
-    kept, _ = stored(place)
+    kept, _ = stored(rows, torch.float16)
     assert kept.dtype == torch.float16
     assert kept.isfinite().all()
     assert float(off(rows, kept).max()) <= 2**-11
@@ -76,12 +94,8 @@ def test_zeros_and_the_largest_number_need_no_more_than_16_bits() -> None:
 
 def test_what_is_not_finite_in_training_stays_so_and_widens_nothing() -> None:
     rows = torch.tensor([[1.0, float("inf")], [float("nan"), 2.0], [1e-12, -3e-12]])
-    for place in (
-        Narrow(2, torch.bfloat16, torch.float32, 1),
-        Scaled(2, torch.float16, torch.float32, 1),
-    ):
-        place.append(rows)
-        kept, scales = stored(place)
+    for dtype, kind in ((torch.bfloat16, "keys"), (torch.float16, "error_signals")):
+        kept, scales = stored(rows, dtype, kind)
         widened = kept.float() if scales is None else kept.float() * scales[:, None]
         assert kept.itemsize == 2
         assert torch.equal(widened.isnan(), rows.isnan())
@@ -92,14 +106,9 @@ def test_what_is_not_finite_in_training_stays_so_and_widens_nothing() -> None:
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-9, 1.0, 1e30])
 def test_scaled_rows_keep_three_digits_whatever_their_size(size: float) -> None:
-    place, rows = Scaled(40, torch.float16, torch.float32, 1), torch.randn(50, 40) * size
+    rows = torch.randn(50, 40) * size
     rows[3], rows[4] = 0.0, rows[4] * 1e-3
-    for part in rows.split(9):
-        copy = place.append(part)
-        scales = place.scales
-        assert scales is not None
-        assert len(copy) == len(scales) == len(part)
-    kept, scales = stored(place, "error_signals")
+    kept, scales = stored(rows, torch.float16, "error_signals")
     assert scales is not None
     assert scales.shape == (50,)
     assert torch.equal(scales[:3], rows.abs().amax(1)[:3])
@@ -109,29 +118,11 @@ def test_scaled_rows_keep_three_digits_whatever_their_size(size: float) -> None:
 
 def test_scaled_rows_beyond_float32_are_kept_in_float64() -> None:
     for odd in (1e-60, 1e200):
-        place = Scaled(3, torch.float16, torch.float64, 1)
         rows = torch.randn(8, 3, dtype=torch.float64)
         rows[5] *= odd
-        for part in rows.split(4):
-            place.append(part)
-        kept, scales = stored(place)
+        kept, scales = stored(rows, torch.float16, "error_signals")
         assert scales is None
-        assert place.scales is None
-        assert torch.equal(kept[4:], rows[4:])
-        assert float(off(rows[:4], kept[:4]).max()) <= 5e-4
-
-
-def test_taking_rows_back_takes_their_scales_back() -> None:
-    place, rows = Scaled(3, torch.float16, torch.float32, 1), torch.randn(9, 3)
-    place.append(rows[:4])
-    size = place.bytes
-    place.append(rows[:5] * 100)
-    place.cut(4)
-    assert place.bytes == size
-    place.append(rows[4:])
-    kept, scales = stored(place)
-    assert scales is not None
-    assert float(off(rows, kept.float() * scales[:, None]).max()) <= 5e-4
+        assert torch.equal(kept, rows)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:

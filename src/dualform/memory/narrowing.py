@@ -14,8 +14,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-BLOCK = 4096
-"""Rows that are looked at together: the only ones ever held twice."""
+BLOCK = 1 << 17
+"""How many entries are rounded at a time."""
 
 
 def holds(rows: Tensor, dtype: torch.dtype) -> bool:
@@ -59,20 +59,31 @@ def narrowed(
     The same numbers as a recorder keeps that was asked for this type from the start.
     """
     result = torch.empty(rows.shape, dtype=dtype)
-    scales = torch.empty(len(rows)) if scaled else None
-    for low in range(0, len(rows), BLOCK):
-        part = rows[low : low + BLOCK]
+    scales = torch.ones(len(rows)) if scaled else None
+    return (result, scales) if narrow(rows, result, scales) else None
+
+
+def narrow(rows: Tensor, to: Tensor, scales: Tensor | None) -> bool:
+    """Write rows to a 16-bit tensor, and their scales; False if it cannot hold them.
+
+    A few rows at a time, so that what is computed of them on the way stays in the cache.
+    """
+    if not rows.numel():
+        return True
+    height = max(1, BLOCK // rows.shape[1])
+    for low in range(0, len(rows), height):
+        part = rows[low : low + height]
         if scales is None:
-            if not holds(part, dtype):
-                return None
+            if not holds(part, to.dtype):
+                return False
         else:
             found = row_scales(part)
             if found is None:
-                return None
-            scales[low : low + BLOCK] = found
+                return False
+            scales[low : low + height].view(-1).copy_(found)
             part = part / found[:, None]
-        result[low : low + BLOCK] = part
-    return result, scales
+        to[low : low + height].copy_(part)
+    return True
 
 
 def _finite_sizes(rows: Tensor) -> Tensor:

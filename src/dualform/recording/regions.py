@@ -1,9 +1,8 @@
 """Where rows lie until they are written: page-aligned memory, exact or in 16 bits.
 
 A `Region` holds the rows of one kind (keys or error signals) of one layer, in the dtype of
-training. `Narrow` and `Scaled` hold them in half the bytes: which rows 16 bits can hold, and
-relative to what, is `memory/narrowing.py`'s to say. Rows that they cannot hold turn the region back
-into one of the dtype of training, until the next segment begins.
+training. `NarrowCopies` has them in half the bytes, for the writer: which rows 16 bits can hold,
+and relative to what, is `memory/narrowing.py`'s to say.
 """
 
 from __future__ import annotations
@@ -11,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dualform.memory.narrowing import holds, row_scales
+from dualform.layers import Layer
+from dualform.memory.narrowing import narrow
 from dualform.memory.segments import scales_of
 from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
-
-AT_ONCE = 1 << 17
-"""How many entries are rounded at a time."""
 
 HUGE = 8 << 20
 """From this many bytes on a region asks for huge pages."""
@@ -35,8 +31,11 @@ class Region:
     Memory costs only once it is touched; `touched` bytes of it have been.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
+    def __init__(
+        self, width: int, dtype: torch.dtype, capacity: int, stored: torch.dtype | None = None
+    ) -> None:
         self.width, self.dtype = width, dtype
+        self.stored = dtype if stored is None else stored  # what the rows are to be written in
         self.row_bytes = width * dtype.itemsize
         self.rows = 0
         self.touched = 0
@@ -44,7 +43,7 @@ class Region:
 
     def like(self, capacity: int) -> Region:
         """An empty region of the same kind."""
-        return Region(self.width, self.dtype, capacity)
+        return Region(self.width, self.dtype, capacity, self.stored)
 
     def _allocate(self, capacity: int) -> Memory:
         size = capacity * self.row_bytes
@@ -118,192 +117,49 @@ class Region:
     def bytes(self) -> int:
         return self.rows * self.row_bytes
 
-    @property
-    def scales(self) -> Tensor | None:
-        """What the rows last appended have to be multiplied by, [n]; None if by nothing."""
-        return None
-
     def tensor_bytes(self, name: str) -> TensorBytes:
         memory = memoryview(self._memory[0])
         whole = memory[: self.bytes + -self.bytes % PAGE]
         shape = (self.rows, self.width)
         return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
 
-    def tensors(self, kind: str, layer: str) -> list[TensorBytes]:
-        """What is to be written of it."""
-        return [self.tensor_bytes(f"{kind}/{layer}")]
 
+class NarrowCopies:
+    """For the writer thread: rows in 16 bits, in memory that serves one segment after the other.
 
-class Narrow:
-    """Rows in 16 bits, or, from the first that 16 bits cannot hold on, in the dtype of training.
-
-    What is not finite in training is not finite here.
+    The training thread only ever copies rows as they are: rounding them costs more than that, and
+    here it costs training nothing. What 16 bits cannot hold is written in the dtype of training.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, wide: torch.dtype, capacity: int) -> None:
-        self.narrow, self.wide = dtype, wide
-        self._held = Region(width, dtype, capacity)  # replaced in one go: Ctrl-C leaves no half
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, Layer], Region] = {}
+        self._used: set[tuple[str, Layer]] = set()
 
-    def like(self, capacity: int) -> Narrow:
-        return Narrow(self._held.width, self.narrow, self.wide, capacity)
+    def of(self, kind: str, layer: Layer, region: Region) -> tuple[Region, Region | None]:
+        """A layer's keys or error signals as they are to be written, and their scales."""
+        if region.stored == region.dtype or not region.filled.numel():
+            return region, None
+        rows = region.filled
+        copy = self._region((kind, layer), region.width, region.stored, len(rows))
+        scales = None
+        if kind == "error_signals" and region.stored == torch.float16:
+            scales = self._region((scales_of(kind), layer), 1, torch.float32, len(rows))
+        beside = None if scales is None else scales.room(len(rows))
+        if not narrow(rows, copy.room(len(rows)), beside):
+            return region, None
+        for taken in (copy, scales):
+            if taken is not None:
+                taken.take(len(rows))
+        return copy, scales
 
-    @property
-    def is_wide(self) -> bool:
-        return self._held.dtype == self.wide
+    def _region(self, key: tuple[str, Layer], width: int, dtype: torch.dtype, rows: int) -> Region:
+        if key not in self._copies:
+            self._copies[key] = Region(width, dtype, rows)
+        self._used.add(key)
+        self._copies[key].restart()
+        return self._copies[key]
 
-    def append(self, rows: Tensor) -> Tensor:
-        """Copy rows, rounded; returns the copy."""
-        if rows.dtype == self.narrow or self.is_wide or not rows.numel():
-            return self._held.append(rows)
-        place = self._held.room(len(rows))
-        for part, to in zip(_parts(rows), _parts(place, like=rows), strict=True):
-            if not holds(part, self.narrow):
-                self._widen()
-                return self._held.append(rows)
-            to.copy_(part)
-        self._held.take(len(rows))
-        return place
-
-    def _widen(self) -> None:
-        held = self._held
-        wide = Region(held.width, self.wide, held.capacity)
-        wide.append(self._widened())
-        self._held = wide
-
-    def _widened(self) -> Tensor:
-        return self._held.filled.to(self.wide)
-
-    def reserve(self, capacity: int) -> None:
-        self._held.reserve(capacity)
-
-    def cut(self, rows: int) -> None:
-        self._held.cut(rows)
-
-    def restart(self) -> None:
-        """Begin anew, in 16 bits again."""
-        if self.is_wide:
-            self._held = Region(self._held.width, self.narrow, self._held.capacity)
-        self._held.restart()
-
-    def trim(self) -> None:
-        self._held.trim()
-
-    @property
-    def filled(self) -> Tensor:
-        """The rows there are, as they will be written (without their scales)."""
-        return self._held.filled
-
-    @property
-    def rows(self) -> int:
-        return self._held.rows
-
-    @property
-    def bytes(self) -> int:
-        return self._held.bytes
-
-    @property
-    def touched(self) -> int:
-        return self._held.touched
-
-    @property
-    def scales(self) -> Tensor | None:
-        return None
-
-    def tensors(self, kind: str, layer: str) -> list[TensorBytes]:
-        return self._held.tensors(kind, layer)
-
-
-class Scaled(Narrow):
-    """Rows in 16 bits relative to their largest entry, which is kept beside them in float32."""
-
-    def __init__(self, width: int, dtype: torch.dtype, wide: torch.dtype, capacity: int) -> None:
-        super().__init__(width, dtype, wide, capacity)
-        self._scales = Region(1, torch.float32, capacity)
-        self._last: Tensor | None = None
-
-    def like(self, capacity: int) -> Scaled:
-        return Scaled(self._held.width, self.narrow, self.wide, capacity)
-
-    def append(self, rows: Tensor) -> Tensor:
-        """Copy rows, rounded; returns the copy, to be multiplied by `scales`."""
-        self._last = None
-        if self.is_wide:
-            return self._held.append(rows)
-        self._scales.cut(self.rows)
-        place, kept = self._held.room(len(rows)), self._scales.room(len(rows))[:, 0]
-        for part, to, beside in zip(
-            _parts(rows), _parts(place, like=rows), _parts(kept, like=rows), strict=True
-        ):
-            scales = row_scales(part)
-            if scales is None:
-                self._widen()
-                return self._held.append(rows)
-            to.copy_(part / scales[:, None])
-            beside.copy_(scales)
-        if not rows.numel():
-            kept.fill_(1.0)
-        self._scales.take(len(rows))
-        self._held.take(len(rows))
-        self._last = kept
-        return place
-
-    def _widen(self) -> None:
-        super()._widen()
-        self._scales.restart()
-
-    def _widened(self) -> Tensor:
-        scales = self._scales.filled[: self.rows]
-        return self._held.filled.to(self.wide) * scales.to(self.wide)
-
-    def reserve(self, capacity: int) -> None:
-        self._scales.reserve(capacity)
-        super().reserve(capacity)
-
-    def cut(self, rows: int) -> None:
-        super().cut(rows)
-        self._scales.cut(min(rows, self._scales.rows))
-
-    def restart(self) -> None:
-        super().restart()
-        self._scales.restart()
-
-    def trim(self) -> None:
-        super().trim()
-        self._scales.trim()
-
-    @property
-    def bytes(self) -> int:
-        return self._held.bytes + self._scales.bytes
-
-    @property
-    def touched(self) -> int:
-        return self._held.touched + self._scales.touched
-
-    @property
-    def scales(self) -> Tensor | None:
-        return self._last
-
-    def tensors(self, kind: str, layer: str) -> list[TensorBytes]:
-        held = super().tensors(kind, layer)
-        if self.is_wide:
-            return held
-        self._scales.cut(self.rows)
-        scales = self._scales.tensor_bytes(f"{scales_of(kind)}/{layer}")
-        return [*held, replace(scales, shape=(self.rows,))]
-
-
-Place = Region | Narrow
-"""Any of them."""
-
-
-def _parts(rows: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """A few rows at a time, so that what is computed of them on the way stays in the cache.
-
-    On an accelerator all at once: there, waiting costs more. `like`: cut as those rows are.
-    """
-    model = rows if like is None else like
-    if not model.numel():
-        return ()
-    if model.device.type != "cpu":
-        return (rows,)
-    return torch.split(rows, max(1, AT_ONCE // model.shape[1]))
+    def next_segment(self) -> None:
+        """Let go of the memory of layers that were not in the last one."""
+        self._copies = {key: copy for key, copy in self._copies.items() if key in self._used}
+        self._used = set()

@@ -8,7 +8,7 @@ layers come and go, and must stay whole if Ctrl-C strikes in the middle of growi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dualform.layers import Layer
 from dualform.learning_rules import HYPERPARAMETERS
-from dualform.memory.segments import REFERENCES
+from dualform.memory.segments import REFERENCES, scales_of
 from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 from dualform.memory.writing import SegmentContent
 from dualform.recording.recurring import Folded
-from dualform.recording.regions import Place
+from dualform.recording.regions import NarrowCopies, Region
 from dualform.recording.tags import Visit, expand, numbered
 
 Fold = Callable[[Layer, Tensor], Folded | None]
@@ -63,8 +63,8 @@ class BufferSet:
     """Everything of the steps now being collected. `extras` are given when it is complete."""
 
     first_step: int = 0
-    keys: dict[Layer, Place] = field(default_factory=dict)
-    error_signals: dict[Layer, Place] = field(default_factory=dict)
+    keys: dict[Layer, Region] = field(default_factory=dict)
+    error_signals: dict[Layer, Region] = field(default_factory=dict)
     visits: dict[Layer, list[Visit]] = field(default_factory=dict)
     marks: dict[Layer, tuple[int, int]] = field(default_factory=dict)
     """(rows, visits) of a layer when the step under way began, for layers seen since."""
@@ -101,7 +101,7 @@ class BufferSet:
         """The number of updates after the last complete step."""
         return self.first_step + len(self.records)
 
-    def append(self, region: Place, rows: Tensor) -> Tensor:
+    def append(self, region: Region, rows: Tensor) -> Tensor:
         """Copy rows to one of the regions, and count them."""
         used, touched = region.bytes, region.touched
         copy = region.append(rows)
@@ -134,7 +134,7 @@ class BufferSet:
                     mine[layer] = region.like(room)
         self.count_touched()
 
-    def _of_layer(self, layer: Layer) -> dict[str, Place]:
+    def _of_layer(self, layer: Layer) -> dict[str, Region]:
         """A layer's keys, and its error signals where they are kept."""
         kinds = {"keys": self.keys, "error_signals": self.error_signals}
         return {kind: regions[layer] for kind, regions in kinds.items() if layer in regions}
@@ -164,11 +164,18 @@ class BufferSet:
             for name in [n for n, (steps, _) in events.items() if not steps]:
                 del events[name]
 
-    def content(self, extras: Extras, fold: Fold = lambda layer, rows: None) -> SegmentContent:
+    def content(
+        self,
+        extras: Extras,
+        fold: Fold = lambda layer, rows: None,
+        copies: NarrowCopies | None = None,
+    ) -> SegmentContent:
         """The collected steps as the format wants them; layers with like rows share a table.
 
         `fold` is asked for the keys of every layer: are there rows that were stored before?
+        `copies` is where rows are written down that are stored in 16 bits.
         """
+        narrow = NarrowCopies() if copies is None else copies
         tables: list[dict[str, Any]] = []
         seen: dict[tuple[Visit, ...], int] = {}
         table_of: dict[str, int] = {}
@@ -182,7 +189,7 @@ class BufferSet:
         return SegmentContent(
             first_step=self.first_step,
             steps=len(self.records),
-            patterns=[tensor for layer in used for tensor in self._tensors(layer, fold)],
+            patterns=[tensor for layer in used for tensor in self._tensors(layer, fold, narrow)],
             rows={layer.name: self.keys[layer].rows for layer in used},
             table_of=table_of,
             tables=tables,
@@ -196,15 +203,20 @@ class BufferSet:
             sums=extras.sums,
         )
 
-    def _tensors(self, layer: Layer, fold: Fold) -> Iterator[TensorBytes]:
+    def _tensors(self, layer: Layer, fold: Fold, copies: NarrowCopies) -> Iterator[TensorBytes]:
         for kind, region in self._of_layer(layer).items():
-            folded = fold(layer, region.filled) if kind == "keys" else None
-            if folded is None or len(folded.new) == region.rows:
-                yield from region.tensors(kind, layer.name)
+            name = f"{kind}/{layer.name}"
+            written, scales = copies.of(kind, layer, region)
+            folded = fold(layer, written.filled) if kind == "keys" else None
+            if folded is None or len(folded.new) == written.rows:
+                yield written.tensor_bytes(name)
             else:
-                yield paged_bytes(f"{kind}/{layer.name}", folded.new)
+                yield paged_bytes(name, folded.new)
             if folded is not None:
                 yield tensor_bytes(f"{REFERENCES}/{layer.name}", folded.references)
+            if scales is not None:
+                beside = scales.tensor_bytes(f"{scales_of(kind)}/{layer.name}")
+                yield replace(beside, shape=(scales.rows,))
 
 
 def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:

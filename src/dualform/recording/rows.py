@@ -21,8 +21,7 @@ PLAIN = Layer("", "linear", "", None, 0, 0)
 class Rows:
     """Patterns as kept for writing, [n, d]. Sizes are seldom needed, and taken when they are.
 
-    Error signals in 16 bits may have `scales` [n]. `dtype` is None where the two are not alike;
-    keys that are tokens are like any error signals.
+    `dtype` is None where keys and error signals are not alike; tokens are like any error signals.
     """
 
     def __init__(
@@ -30,14 +29,13 @@ class Rows:
         step: int,
         keys: Tensor,
         error_signals: Tensor,
-        scales: Tensor | None = None,
         layer: Layer = PLAIN,
     ) -> None:
         self.step, self.layer = step, layer
         self.patterns = len(keys)
-        self.keys, self.error_signals, self._scales = keys, error_signals, scales
+        self.keys, self.error_signals = keys, error_signals
         alike = keys.dtype == error_signals.dtype or not keys.is_floating_point()
-        self.dtype = error_signals.dtype if alike and scales is None else None
+        self.dtype = error_signals.dtype if alike else None
 
     @cached_property
     def size_of_keys(self) -> float:
@@ -45,8 +43,6 @@ class Rows:
 
     @cached_property
     def size_of_error_signals(self) -> float:
-        if self._scales is not None:
-            return _size(self.error_signals.float() * self._scales[:, None])
         return _size(self.error_signals)
 
 

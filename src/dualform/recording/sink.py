@@ -8,9 +8,10 @@ cannot keep up, training waits, and what is waiting to be written takes at most
     SETS × (segment_bytes + the bytes of the largest step)
 
 of memory: patterns with their columns, logs, and gradients of parameters without patterns. (On top
-come the columns of the one segment being written and its keys that did not recur, one layer's
-buffer while it is moved to a larger place, an index of the inputs seen (`recurring.py`), and, when
-weights are to be kept, a copy of them.)
+come the columns of the one segment being written, its keys that did not recur, what of it is stored
+in 16 bits (up to half as much again as one segment), one layer's buffer while it is moved to a
+larger place, an index of the inputs seen (`recurring.py`), and, when weights are to be kept, a copy
+of them.)
 
 A pattern becomes part of the memory only at the end of its step; until then it can be taken back
 (`rewind`), which is what happens to the patterns of a step that an optimizer skipped.
@@ -37,6 +38,7 @@ from torch import Tensor
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
 from dualform.memory.writing import MemoryWriter
+from dualform.recording.regions import NarrowCopies
 from dualform.recording.ring import BufferSet, Fold
 from dualform.recording.ring import Extras as Extras
 from dualform.recording.ring import StepRecord as StepRecord
@@ -58,7 +60,7 @@ class Sink(Protocol):
 
     def append(
         self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
     def rewind(self, layer: Layer) -> int: ...
 
@@ -101,7 +103,7 @@ class DiskSink(Sink):
         self._gather = gather
         self._dtype_of = dtype_of
         self._storage = storage
-        self._fold = fold
+        self._fold, self._copies = fold, NarrowCopies()
         self._owes = owes
         self._segment_bytes = segment_bytes
         self._commit_seconds = COMMIT_SECONDS if commit_seconds is None else commit_seconds
@@ -127,12 +129,11 @@ class DiskSink(Sink):
 
     def append(
         self, layer: Layer, keys: Tensor, error_signals: Tensor, visit: Visit
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Copy the patterns of one backward pass through one use of a layer.
 
-        Returns the copies, and what the error signals' rows are to be multiplied by (None: by
-        nothing): good for looking at them until the step after this one is over. Of a layer whose
-        keys alone are kept, the error signals come back as they were given.
+        Returns the copies, good for looking at them until the step after this one is over. Of a
+        layer whose keys alone are kept, the error signals come back as they were given.
         """
         current = self._ring[-1]
         for_keys = current.keys.get(layer)
@@ -147,16 +148,15 @@ class DiskSink(Sink):
             visits = current.visits[layer] = []
         if layer not in current.marks:
             current.marks[layer] = (for_keys.rows, len(visits))
-        kept_keys, scales = current.append(for_keys, keys), None
+        kept_keys = current.append(for_keys, keys)
         for_signals = current.error_signals.get(layer)
         if for_signals is not None:
             error_signals = current.append(for_signals, error_signals)
-            scales = for_signals.scales
         visits.append(visit)
         columns = 3 if visit.tag is None else 3 + len(visit.tag.columns)
         current.add_bytes(VISIT_BYTES + 8 * columns * len(kept_keys))
         self._keep_within_bounds(current)
-        return kept_keys, error_signals, scales
+        return kept_keys, error_signals
 
     def _keep_within_bounds(self, current: BufferSet) -> None:
         """A layer may have grown where another has shrunk: give back what is not in use."""
@@ -270,7 +270,9 @@ class DiskSink(Sink):
             try:
                 extras = collected.extras
                 assert extras is not None
-                self._writer.commit(collected.content(extras, self._fold), extras.description)
+                content = collected.content(extras, self._fold, self._copies)
+                self._writer.commit(content, extras.description)
+                self._copies.next_segment()
                 if extras.snapshot is not None:
                     self._writer.keep_snapshot(collected.end, extras.snapshot)
             except BaseException as error:

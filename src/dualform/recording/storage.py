@@ -16,7 +16,7 @@ import torch
 from dualform.errors import RecordingError
 from dualform.layers import Layer
 from dualform.layers.kinds import key_width
-from dualform.recording.regions import Narrow, Place, Region, Scaled
+from dualform.recording.regions import Region
 
 DTYPES = {
     "float32": torch.float32,
@@ -65,21 +65,21 @@ class Storage:
         """What the patterns of a layer are stored in, given the dtype of its weight."""
         return trained if self.dtype == "float32" or trained.itemsize <= 2 else DTYPES[self.dtype]
 
-    def places(self, layer: Layer, trained: torch.dtype, rows: int) -> tuple[Place, Place | None]:
+    def places(self, layer: Layer, trained: torch.dtype, rows: int) -> tuple[Region, Region | None]:
         """Room for keys and error signals of a layer; None if its keys alone are kept."""
         stored = self.dtype_of(trained)
-        width, height = key_width(layer.kind, layer.in_features), layer.out_features
-        keeps = self.keeps_error_signals(layer)
+        width = key_width(layer.kind, layer.in_features)
         if layer.kind == "embedding":
-            keys: Place = Region(width, TOKENS, rows)
-        elif stored == trained:
-            keys = Region(width, stored, rows)
+            keys = Region(width, TOKENS, rows)
         else:
-            keys = Narrow(width, stored, trained, rows)
-        if stored == trained:
-            return keys, Region(height, stored, rows) if keeps else None
-        scaled = Scaled if stored == torch.float16 else Narrow
-        return keys, scaled(height, stored, trained, rows) if keeps else None
+            keys = Region(width, trained, rows, stored)
+        if not self.keeps_error_signals(layer):
+            return keys, None
+        return keys, Region(layer.out_features, trained, rows, stored)
+
+    def bytes_in_buffers(self, layer: Layer, trained: torch.dtype) -> int:
+        """What a pattern takes until it is written: as much as in training."""
+        return sum(Storage("float32", self.error_signals).bytes_per_pattern(layer, trained))
 
     def bytes_per_pattern(self, layer: Layer, trained: torch.dtype) -> tuple[int, int]:
         """What a key and an error signal take on disk, as long as 16 bits hold them."""
