@@ -385,3 +385,15 @@ def test_a_forked_process_that_leaves_the_block_changes_nothing(tmp_path: Path) 
         assert Memory.open(tmp_path).is_being_recorded
         update(model, optimizer)
     assert assert_holds_steps_of_the_run(tmp_path, 2).closed
+
+
+def test_a_region_keeps_what_is_laid_out_or_signed_in_another_way() -> None:
+    """Transposed rows, rows of another dtype, and rows whose sign torch only takes note of."""
+    region = Region(3, torch.float32, 1)
+    negated = torch.randn(4, 3, 2)
+    negated = torch.view_as_complex(negated).conj().imag
+    assert negated.is_neg()
+    given = [torch.randn(3, 5).T, torch.randn(2, 3).double(), negated, torch.randn(0, 3)]
+    for rows in given:
+        assert torch.equal(region.append(rows), rows.float().resolve_neg())
+    assert torch.equal(region.filled, torch.cat([rows.float().resolve_neg() for rows in given]))

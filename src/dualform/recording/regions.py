@@ -66,7 +66,12 @@ class Region:
     def append(self, rows: Tensor) -> Tensor:
         """Copy rows; returns the copy."""
         place = self.room(rows.shape[0])
-        if rows.dtype == self.dtype and rows.is_cpu and rows.is_contiguous():
+        if (
+            rows.dtype == self.dtype
+            and rows.is_cpu
+            and rows.is_contiguous()
+            and not rows.is_neg()  # a view of a complex number's part may be negated on the way
+        ):
             # a plain copy by the C library does not read what it is about to overwrite
             ctypes.memmove(place.data_ptr(), rows.data_ptr(), rows.shape[0] * self.row_bytes)
         else:
