@@ -234,3 +234,95 @@ def test_a_lazy_module_must_have_seen_a_batch(tmp_path: Path) -> None:
         df.record(model, SGD(model.parameters(), 0.1), tmp_path),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"every": 2}, {"error_signals": False}, {"layers": []}, {"layers": [], "step_budget": 0}],
+)
+def test_a_flush_before_the_update_loses_nothing(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    with df.record(model, optimizer, tmp_path, **options) as recorder:  # type: ignore[arg-type]
+        for seed in range(5):
+            for micro in range(2):
+                inputs, labels = batch(10 * seed + micro)
+                F.cross_entropy(model(inputs), labels).backward()
+                recorder.flush()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = df.Memory.open(tmp_path)
+    recorded = len(range(0, 5, memory.every))
+    assert [memory.layer(name).rows for name in memory.layers] == [48 * recorded] * len(
+        memory.layers
+    )
+    df.DualForm(model, memory).verify().raise_if_failed()
+
+
+def test_a_flush_before_the_update_is_made_good_after_it(tmp_path: Path) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.1)
+    with df.record(model, optimizer, tmp_path, error_signals=False) as recorder:
+        step(model, optimizer, 0)
+        F.cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
+        recorder.flush()
+        optimizer.step()
+        optimizer.zero_grad()
+        step(model, optimizer, 2)
+        recorder.flush()
+        F.cross_entropy(model(batch(3)[0]), batch(3)[1]).backward()
+        optimizer.zero_grad()  # thrown away: nothing is under way
+        recorder.flush()
+        assert df.Memory.open(tmp_path).steps == 3
+    assert 2 in df.Memory.open(tmp_path).learned_steps("0.weight")
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"error_signals": False}])
+def test_a_flush_between_optimizers_that_take_turns_ends_a_step(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    model = net()
+    turns = [SGD(model[i].parameters(), 0.1, momentum=0.9) for i in (0, 2)]
+    history = []
+    with df.record(model, turns, tmp_path, **options) as recorder:  # type: ignore[arg-type]
+        for seed in range(6):
+            step(model, turns[seed % 2], seed)
+            recorder.flush()
+            history.append(model[0].weight.detach().clone())
+            memory = df.Memory.open(tmp_path)
+            assert memory.steps == seed + 1
+            df.DualForm(None, memory).verify().raise_if_failed()
+    dual = df.DualForm(model, df.Memory.open(tmp_path))
+    dual.verify().raise_if_failed()
+    for number, weight in enumerate(history):
+        rebuilt = dual.at(number + 1).weights(dtype=torch.float64)["0.weight"]
+        assert (rebuilt - weight).abs().max() < 1e-12
+
+
+def test_a_step_skipped_before_a_norm_is_dropped_though_its_bias_has_no_gradient(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4)).double()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    with df.record(model, optimizer, tmp_path):
+        for seed in range(6):
+            inputs, labels = batch(seed)
+            F.cross_entropy(model(inputs), labels).backward()
+            if seed % 3 != 1:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    memory = df.Memory.open(tmp_path)
+    assert memory.steps == 4
+    assert memory.layer("0").rows == memory.layer("3").rows == 4 * 24
+    df.DualForm(model, memory).verify().raise_if_failed()
+
+
+@pytest.mark.parametrize("name", ["every", "snapshot_every", "segment_bytes", "step_budget"])
+@pytest.mark.parametrize("value", [True, 2.5, "3", None])
+def test_counts_must_be_whole_numbers(tmp_path: Path, name: str, value: object) -> None:
+    model = net()
+    with pytest.raises(df.RecordingError, match=rf"{name}=.* expected a whole number"):
+        df.record(model, SGD(model.parameters(), 0.1), tmp_path, **{name: value})  # type: ignore[arg-type]

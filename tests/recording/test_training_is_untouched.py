@@ -329,9 +329,9 @@ def test_a_recorder_is_used_once_and_tags_only_inside(tmp_path: Path) -> None:
         ({"optimizers": []}, "expected a torch optimizer or a list of them, got none"),
         ({"optimizers": [1, 2]}, r"got \['int', 'int'\]"),
         ({"audit": "never"}, 'audit=\'never\' was given; expected "raise" or "warn"'),
-        ({"snapshot_every": 0}, "snapshot_every must be positive"),
-        ({"segment_bytes": 0}, "segment_bytes must be positive"),
-        ({"step_budget": -1}, "step_budget must be positive"),
+        ({"snapshot_every": 0}, "snapshot_every=0 .* at least 1"),
+        ({"segment_bytes": 0}, "segment_bytes=0 .* at least 1"),
+        ({"step_budget": -1}, "step_budget=-1 .* at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -83,16 +83,16 @@ def record(
             "overwrite=True and resume=True were both given: one deletes the memory, the other "
             "goes on with it. Choose one"
         )
-    for name, value in (
-        ("step_budget", step_budget + 1),
-        ("snapshot_every", snapshot_every),
-        ("segment_bytes", segment_bytes),
-        ("every", every),
+    for name, value, least in (
+        ("step_budget", step_budget, 0),
+        ("snapshot_every", snapshot_every, 1),
+        ("segment_bytes", segment_bytes, 1),
+        ("every", every, 1),
     ):
-        if value < 1:
-            raise RecordingError(f"{name} must be positive")
-    if not isinstance(every, int):
-        raise RecordingError(f"every={every!r} was given; expected a whole number of steps")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise RecordingError(
+                f"{name}={value!r} was given; expected a whole number, at least {least}"
+            )
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     if not listed or not all(isinstance(o, Optimizer) for o in listed):
         raise RecordingError(

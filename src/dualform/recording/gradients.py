@@ -60,13 +60,16 @@ class Gradients:
         """Drop the patterns of this step whose gradient was thrown away: the step was skipped.
 
         None if another parameter's gradient still holds them. They stay in the audit's sum then,
-        and an update by what came after them is one that cannot be explained.
+        and an update by what came after them is one that cannot be explained. One whose patterns
+        sum to nothing (a bias before BatchNorm) has zeros either way, and goes along.
         """
         held = self._sink.patterns_of_step()
         layers = [layer for layer in watched.layers if layer in held]
         parts = [part for layer in layers for part in self._parameters.of_layer(layer)]
-        if not all(self._starts_anew(part) for part in parts if part.parameter.requires_grad):
+        if not all(is_reset(p.parameter.grad) for p in parts if p.parameter.requires_grad):
             return None
+        for part in parts:
+            part.audit.forget(self._step)
         for layer in layers:
             self._trained.pop(layer, None)
         return sum(self._sink.rewind(layer) for layer in layers)

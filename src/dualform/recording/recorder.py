@@ -95,6 +95,7 @@ class Recorder:
         self._calls = 0  # of any layer, in the step under way
         self._backwards: dict[int, int] = {}
         self._changed: dict[str, Tensor] = {}
+        self._flush_due = False
 
     # -- what users see -------------------------------------------------------------------------
 
@@ -168,17 +169,19 @@ class Recorder:
         """Commit every complete step and wait until it is on disk for good.
 
         What is accumulated is kept with it: call this where you save a checkpoint to resume from.
+        Between a backward pass and its update nothing can be cut off: the commit comes after it.
 
         Example:
             >>> recorder.flush()   # doctest: +SKIP
         """
         self._must_be_recording("flush")
         with self._interrupts.held(), self._lock:
-            self._commits.flushing = True
-            try:
-                self._sink.commit()
-            finally:
-                self._commits.flushing = False
+            if self._steps.stepped:  # one of several optimizers has moved: that is a step
+                self._changed |= self._buffers.changes()
+                self._close_step()
+            self._flush_due = self._awaits_update()
+            if not self._flush_due:
+                self._commit_all()
         self._sink.wait()
         self._findings.raise_trouble()
 
@@ -429,8 +432,24 @@ class Recorder:
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed)
         self._commits.keep_up()
-        if self._sink.is_due or self._commits.is_due:
+        if self._flush_due:
+            self._commit_all()
+        elif self._sink.is_due or self._commits.is_due:
             self._sink.commit()
+
+    def _commit_all(self) -> None:
+        """A commit that also carries what is accumulated."""
+        self._commits.flushing, self._flush_due = True, False
+        try:
+            self._sink.commit()
+        finally:
+            self._commits.flushing = False
+
+    def _awaits_update(self) -> bool:
+        """Whether patterns have come since the last update whose gradient was not thrown away."""
+        held = self._sink.patterns_of_step()
+        parts = (part for layer in held for part in self._parameters.of_layer(layer))
+        return not all(is_reset(part.parameter.grad) for part in parts)
 
     def _description(self) -> dict[str, Any]:
         layers = [la for la in self._first_use if la in self._layers]
