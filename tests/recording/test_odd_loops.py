@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -326,3 +327,40 @@ def test_counts_must_be_whole_numbers(tmp_path: Path, name: str, value: object) 
     model = net()
     with pytest.raises(df.RecordingError, match=rf"{name}=.* expected a whole number"):
         df.record(model, SGD(model.parameters(), 0.1), tmp_path, **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_from_before_the_budget_ran_out_is_gone_back_to(tmp_path: Path) -> None:
+    """Keys alone are accumulated from the start; a norm only where the budget ends."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 4)).double()
+    optimizer = SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {"error_signals": False, "step_budget": 5 * 2 * 6 * 8}
+    with df.record(model, optimizer, tmp_path, **options) as recorder:
+        for seed in range(3):
+            step(model, optimizer, seed)
+        recorder.flush()
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        for seed in range(3, 8):
+            step(model, optimizer, seed)
+    assert df.Memory.open(tmp_path).parameters["1.weight"].accumulated_since == 5
+    final = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    with df.record(model, optimizer, tmp_path, resume=True, **options) as recorder:
+        assert recorder.steps == 3
+        for seed in range(3, 8):
+            step(model, optimizer, seed)
+    assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
+    df.DualForm(model, df.Memory.open(tmp_path)).verify().raise_if_failed()
+
+
+def test_a_layer_of_which_no_pattern_was_kept_can_be_asked(tmp_path: Path) -> None:
+    model = net()
+    turns = [SGD(model[i].parameters(), 0.1) for i in (0, 2)]
+    with df.record(model, turns, tmp_path, every=2):
+        for seed in range(4):
+            step(model, turns[seed % 2], seed)
+    memory = df.Memory.open(tmp_path)
+    assert memory.layer("2").rows == 0
+    attention = df.DualForm(model, memory).attend(batch()[0])
+    assert len(attention["2"].top(3)) == len(attention["2"].top(3, by="step")) == 0
+    assert len(attention["2"].sum_by("step")) == 0

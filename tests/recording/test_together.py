@@ -92,7 +92,8 @@ def test_a_transformer_is_resumed_whatever_is_kept(
     options: dict[str, Any], checkpoint: int, tmp_path: Path
 ) -> None:
     whole, optimizer = start(torch.float64)
-    steps(whole, optimizer, range(14))
+    with df.record(whole, optimizer, tmp_path / "whole", **options) as recorder:
+        steps(whole, optimizer, range(14), recorder)
     model, optimizer = start(torch.float64)
     saved: list[Any] = []
     with df.record(model, optimizer, tmp_path / "run", **options) as recorder:
@@ -111,6 +112,13 @@ def test_a_transformer_is_resumed_whatever_is_kept(
     assert memory.steps == 14
     certificate = df.DualForm(model, memory).verify()
     assert certificate.passed, str(certificate)
+    uninterrupted = df.Memory.open(tmp_path / "whole")
+    assert memory.layers == uninterrupted.layers != ()
+    for name in memory.layers:
+        ours, theirs = memory.layer(name), uninterrupted.layer(name)
+        assert torch.equal(ours.keys, theirs.keys)
+        assert ours.has_error_signals == theirs.has_error_signals
+        assert ours.patterns.names == theirs.patterns.names
 
 
 @pytest.mark.parametrize(

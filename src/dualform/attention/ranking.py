@@ -99,7 +99,7 @@ def top_patterns(
     if held is not None:
         return _of_held(layer, held, included, k, sign, cells, scales)
     codes, groups = (None, 1) if cells is None else (cells.codes, max(1, len(cells.values)))
-    per_query = groups * min(2 * k + 64, layer.rows)
+    per_query = groups * min(2 * k + 64, max(1, layer.rows))
     at_once = max(1, LISTED // per_query)
     parts = []
     for low in range(0, len(queries), at_once):

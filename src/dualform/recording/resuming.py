@@ -194,13 +194,15 @@ class Resumption:
                 summed[name] = known.accumulated_since, set(memory.learned_steps(name))
             elif known.coverage == "patterns" and (moved := memory.is_unrecorded(name)).any():
                 summed[name] = int(np.argmax(moved)), set(memory.unrecorded_steps(name))
-        name, since = min(((n, s) for n, (s, _) in summed.items()), key=lambda x: x[1],
-                          default=("", step))  # fmt: skip
-        if step <= since:
-            return
-        kept = set.intersection(*(there for _, there in summed.values()))
-        if step not in kept:
-            near = sorted(sorted({since, *kept}, key=lambda s: abs(s - step))[:2])
+        missing = [n for n, (since, there) in summed.items() if since < step and step not in there]
+        if missing:
+            name, since = missing[0], summed[missing[0]][0]
+            kept = [
+                s
+                for s in set.union(*({since, *there} for since, there in summed.values()))
+                if all(s <= since or s in there for since, there in summed.values())
+            ]
+            near = sorted(sorted(kept, key=lambda s: abs(s - step))[:2])
             raise RecordingError(
                 f"the model is at step {step}, where the memory cannot be cut: {name!r} is "
                 f"accounted for in accumulated form from step {since} on, which is kept only "
@@ -263,7 +265,8 @@ class Resumption:
         for watched in parameters:
             if watched.coverage == "steps":  # as it was found to be, or chosen, when it began
                 for layer in watched.layers:
-                    layers.pop(layer, None)
+                    if layer.name not in self.memory.layers:  # else its keys are kept, alone
+                        layers.pop(layer, None)
         self._restore_accounts(accounts, parameters)
         parameters.initial()  # the momentum buffers held on to are not needed any longer
         self._restore_tags(tags)
