@@ -291,3 +291,21 @@ def test_a_converted_memory_is_not_recorded_into(compacted: Path, tmp_path: Path
     recorder = df.record(net, optimizer, copy, resume=True)
     with pytest.raises(df.RecordingError, match="made from another memory"), recorder:
         pass
+
+
+def test_a_last_segment_without_steps_is_no_obstacle(tmp_path: Path) -> None:
+    """A commit for the sums alone, at the end: patterns may not be in it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with df.record(model, optimizer, tmp_path / "run", segment_bytes=400, step_budget=0):
+        for _ in range(4):
+            model(torch.randn(3, 40, dtype=torch.float64))[:, 0].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert read_manifest(tmp_path / "run")["segments"][-1]["steps"] == 0
+    for rank in (2, 30):
+        made = df.compact(tmp_path / "run", tmp_path / "small", rank=rank, overwrite=True)
+        assert made.passed, made
+        assert df.Memory.open(tmp_path / "small").layer("0").rows == min(rank, 12)
+    assert max(made.difference.values()) <= 1e-12

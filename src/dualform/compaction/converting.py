@@ -207,6 +207,7 @@ class _Conversion:
         source, choices = self._source, self._choices
         copy.copy_initial(source.initial_file)
         left_out: LeftOut = {}
+        missing: dict[str, Tensor] = {}
         for done, segment in enumerate(source.segments):
             progress(done, len(source.segments))
             added: dict[str, Any] = {f"sizes/{n}": s for n, s in self._sums.advance().items()}
@@ -214,12 +215,13 @@ class _Conversion:
                 learned = {name: self._sums.learned(name) for name in sorted(choices.summed)}
                 added |= {f"learned/{name}": part for name, part in learned.items()}
             equivalents: dict[str, Equivalent] = {}
-            if segment.end == source.steps:
+            if segment.end == source.steps and segment.steps:  # one without steps may follow
                 self._refuse_other_sums()
                 equivalents = self._equivalents()
                 missing = _missing(source, choices, equivalents)
-                added |= _projected(source, missing)
                 left_out = {n: _share(e, self._sums.learned(n)) for n, e in missing.items()}
+            if segment is source.segments[-1]:
+                added |= _projected(source, missing)
             copy.add_segment(*self._rewriting.rewritten(segment, added, equivalents))
         for step, file in source.snapshot_files():
             copy.copy_snapshot(step, file)

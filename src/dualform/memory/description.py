@@ -193,7 +193,7 @@ class Description:
             return
         if layer.bias is not None and self.parameters[layer.bias].coverage == "patterns":
             raise ValueError(f"{layer.bias!r} has no patterns: layer {layer.name!r} is compacted")
-        rows = [segment.rows(layer.name) for segment in segments]
+        rows = [segment.rows(layer.name) for segment in segments if segment.steps]
         if any(rows[:-1]) or sum(rows) > rank:
             raise ValueError(f"layer {layer.name!r} has {rows} rows, but was compacted to {rank}")
 
