@@ -364,3 +364,16 @@ def test_a_layer_of_which_no_pattern_was_kept_can_be_asked(tmp_path: Path) -> No
     attention = df.DualForm(model, memory).attend(batch()[0])
     assert len(attention["2"].top(3)) == len(attention["2"].top(3, by="step")) == 0
     assert len(attention["2"].sum_by("step")) == 0
+
+
+def test_freezing_a_weight_whose_gradient_is_carried_over_is_an_error(tmp_path: Path) -> None:
+    model = net()
+    turns = [SGD([model[0].weight], 0.1), SGD([model[0].bias, *model[2].parameters()], 0.1)]
+    with (
+        pytest.raises(df.AuditError, match=r"'0.weight': .* from step 1, .* frozen at step 2"),
+        df.record(model, turns, tmp_path),
+    ):
+        for seed, turn in enumerate((0, 1, 1, 0)):
+            model[0].weight.requires_grad_(seed != 2)
+            step(model, turns[turn], seed)
+    df.DualForm(None, df.Memory.open(tmp_path)).verify().raise_if_failed()

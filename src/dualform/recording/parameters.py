@@ -34,6 +34,7 @@ class Watched:
     coverage: str = "untrained"
     backward: int = -1  # the last backward pass that reached it
     seen: int = -1  # the last step with patterns of it
+    passed_by: int = -1  # the last step with patterns of its layers while it was frozen
     spoiled: bool = False  # no longer where the learning rule puts it
     resolved: bool = True  # whether the error signals of all its layers are kept
     by_steps: bool = False  # used in ways that have no patterns

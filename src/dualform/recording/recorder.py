@@ -354,7 +354,12 @@ class Recorder:
                 tag.check(layer.name, shape)
             self._findings.dropped += self._gradients.notice(layer, backward, step)
             microbatch = self._backwards.setdefault(backward, len(self._backwards))
-            trained = [w for w in self._parameters.of_layer(layer) if w.parameter.requires_grad]
+            trained = []
+            for watched in self._parameters.of_layer(layer):
+                if watched.parameter.requires_grad:
+                    trained.append(watched)
+                else:
+                    watched.passed_by = step
             if not self._steps.is_recorded:
                 for watched in trained:
                     watched.audit.uses += 1

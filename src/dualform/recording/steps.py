@@ -201,6 +201,14 @@ class Steps:
             move.first, move.kappa, move.gradient = self.step, 0.0, gradient
         else:
             watched.audit.look_at(gradient, self.step)
+            if move.first < self.step and move.first <= watched.passed_by:
+                self._findings.unexplained_gradient(
+                    self.step,
+                    watched,
+                    f"its gradient was carried over from step {move.first}, and it was frozen at "
+                    f"step {watched.passed_by}, where its layer had patterns that are not in it. "
+                    "Freeze and unfreeze right after its optimizer has moved.",
+                )
 
     def _explain(self, reading: Reading) -> None:
         """Find the factor κ of every gradient that has patterns."""
