@@ -11,7 +11,7 @@ import csv
 import html
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +162,11 @@ class Table:
         plain = [values.tolist() for values in self._columns.values()]
         for row in zip(*plain, strict=True):
             yield dict(zip(self._columns, row, strict=True))
+
+
+def beside(name: str, own: Collection[str]) -> str:
+    """What a tag is called in a table that has columns of its `own`: a tag never hides a result."""
+    return f"{name} (tag)" if name in own else name
 
 
 def _as_column(values: ArrayLike) -> NDArray[Any]:

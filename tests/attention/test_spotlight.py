@@ -283,3 +283,38 @@ def test_a_column_with_gaps_cannot_be_laid_over_time(tmp_path: Path) -> None:
     spotlight = df.DualForm(model, tmp_path).attend(torch.ones(1, 4))["0"]
     with pytest.raises(df.QueryError, match=r"'quality' holds text, or has no \(finite\) number"):
         spotlight.over("quality")
+
+
+def test_a_tag_never_hides_a_result_of_the_same_name(tmp_path: Path) -> None:
+    """Whoever tags sample weights as `weight` still sees the attention weights."""
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tags: dict[str, Any] = {"weight": 0.5, "pattern": "p", "sum": 7, "patterns": 3, "query": 5}
+    tags |= {"absolute": 1, "contribution": 9, "attention": 4, "from": 2, "to": 4, "input": 6}
+    with df.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            recorder.tag(**tags)
+            model(torch.randn(5, 4).double()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dual = df.DualForm(model, tmp_path / "run")
+    inputs = torch.randn(2, 4).double()
+    spotlight = next(iter(dual.attend(inputs).values()))
+    top = spotlight.top(4)
+    expected = spotlight.weights[top["query"], top["pattern"]]
+    assert np.allclose(top["weight"], expected)
+    assert set(top["weight (tag)"]) == {0.5}
+    assert set(top["pattern (tag)"]) == {"p"}
+    assert set(top["query (tag)"]) == {5}
+    sums = [spotlight.sum_by(*tags), spotlight.by_example("sum"), spotlight.over(bins=1, by="to")]
+    for table, tag in zip(sums, ("sum", "sum", "to"), strict=True):
+        assert np.allclose(table["sum"], spotlight.weights.sum(1))
+        assert set(table["patterns"]) == {15}
+        assert set(table[f"{tag} (tag)"]) == {tags[tag]}
+    contribution = dual.contribute(inputs[:1], target=1)
+    top = contribution.top(4)
+    assert np.allclose(top["contribution"], contribution.values[top["pattern"]])
+    sums = [contribution.sum_by(*tags), contribution.by_example("absolute")]
+    for table in [*sums, contribution.over(bins=1, by="from")]:
+        assert np.allclose(table["contribution"], contribution.values.sum())
+    assert dual.routed(by="input").routes(inputs)["input"].tolist() == [0, 1]

@@ -21,7 +21,7 @@ from torch import Tensor
 from dualform.attention import grouping, ranking, weights
 from dualform.attention.queries import queries_of
 from dualform.errors import QueryError
-from dualform.table import Table
+from dualform.table import Table, beside
 
 if TYPE_CHECKING:
     from dualform.attention.dual_form import DualForm
@@ -89,7 +89,7 @@ class Routed:
         """Which phase each input is like: mean of the largest cosines per phase, from −1 to 1."""
         preferred, means = self._preferred(inputs, kwargs)
         table: dict[str, Any] = {"input": np.arange(len(preferred))}
-        table[self.by] = [self.phases[i] for i in preferred]
+        table[beside(self.by, table)] = [self.phases[i] for i in preferred]
         table |= {f"cosine {name}": means[:, i] for i, name in enumerate(self.phases)}
         return Table(
             table,
