@@ -39,6 +39,8 @@ class Routed:
     def __init__(self, dual: DualForm, by: str, layer: str | None, k: int) -> None:
         memory = dual.memory
         self.by, self.k = by, k
+        if not memory.layers:
+            raise QueryError(f"{memory.path} holds no patterns, so there is nothing to route by")
         self.layer = layer if layer is not None else memory.layers[0]
         self._dual, self._view = dual, dual._view
         self._memory = memory.layer(self.layer)
@@ -49,6 +51,11 @@ class Routed:
         codes, first = np.unique(cells.codes[seen], return_index=True)
         order = codes[np.argsort(patterns["step"][seen][first], kind="stable")]
         self.phases: tuple[Any, ...] = tuple(cells.values[code][0] for code in order)
+        if not self.phases:
+            raise QueryError(
+                f"layer {self.layer!r} has no pattern in this view, so there is no {by!r} to route "
+                "by; ask a later step, or mask less"
+            )
         if None in self.phases:
             raise QueryError(
                 f"some patterns of layer {self.layer!r} have no {by!r}: which phase they belong to "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dualform.attention import engine, grouping, ranking, short_keys
 from dualform.attention.group_sums import group_sums, sums_of_held
-from dualform.attention.weights import all_weights, are_few
+from dualform.attention.weights import all_weights, are_few, check_size
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table, beside
@@ -172,12 +172,19 @@ class Spotlight:
         n = len(self._queries)
         absolute, squares = np.zeros(n), np.zeros(n)
         if are_few(self._memory, self._queries):
-            absolute, squares = np.abs(self._held).sum(1), np.square(self._held).sum(1)
+            # a power of two changes no digit, and keeps squares from running over or under
+            size = np.abs(self._held).max(1, initial=0.0, keepdims=True)
+            scaled = np.abs(np.ldexp(self._held, -np.frexp(size)[1]))
+            absolute, squares = scaled.sum(1), np.square(scaled).sum(1)
         else:
+            asked = self._queries
+            if self._memory.kind != "embedding":
+                size = asked.abs().amax(1, keepdim=True)
+                asked = torch.ldexp(asked, -torch.frexp(size).exponent)
             for part in engine.scan(self._memory, self._included, error_signals=False):
                 for low in range(0, n, ranking.QUERIES_AT_ONCE):
                     here = slice(low, low + ranking.QUERIES_AT_ONCE)
-                    alpha = engine.products(self._memory, self._queries[here], part.keys)
+                    alpha = engine.products(self._memory, asked[here], part.keys)
                     absolute[here] += alpha.abs().sum(1).numpy()
                     squares[here] += alpha.square_().sum(1).numpy()
         return np.divide(absolute**2, squares, out=np.zeros_like(squares), where=squares > 0)
@@ -222,6 +229,7 @@ class Spotlight:
             signed, absolute = group_sums(
                 self._memory, self._queries, self._included, codes, groups
             )
+            check_size(self._memory, absolute.numpy())
         counts = np.bincount(codes[self.rows], minlength=groups)
         return {
             "sum": signed.reshape(-1).numpy(),

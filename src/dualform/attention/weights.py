@@ -111,6 +111,8 @@ def _weigh(
         else:
             _by_rows(some.keys, queries, here)
         if not np.isfinite(here).all():
+            if bool(torch.isfinite(some.keys).all()):
+                check_size(layer, here)
             refuse(layer, some.start, stop, of)
 
     spread(one, rows, 1 if fast is None else torch.get_num_threads())  # torch divides its own
@@ -179,6 +181,15 @@ def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray
         keys = room.buffer.widened(keys)
     array: NDArray[np.float32] = keys.contiguous().numpy()
     return array
+
+
+def check_size(layer: LayerMemory, found: engine.Reals) -> None:
+    """Refuse numbers that ran over float64, though everything they were made of is finite."""
+    if not np.isfinite(found).all():
+        raise QueryError(
+            f"attention in layer {layer.name!r} is larger than float64 can hold "
+            f"({np.finfo(np.float64).max:.1e}); ask with a query of smaller numbers"
+        )
 
 
 def refuse(layer: LayerMemory, start: int, stop: int, of: str = "keys") -> None:
