@@ -60,7 +60,7 @@ def all_weights(
         return _of_tokens(layer, queries, included)
     distinct = layer.distinct if of == "keys" else None
     if distinct is not None:  # keys that recur are weighed once
-        rows = (Rows(start, keys) for start, keys in distinct.blocks(_size(layer)))
+        rows = (Rows(start, keys) for start, keys in engine.distinct_blocks(distinct, _size(layer)))
         out = _weigh(layer, queries, distinct.rows, rows, of)[:, distinct.references]
     else:
         blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
@@ -210,7 +210,7 @@ def norms(layer: LayerMemory) -> engine.Reals:
         distinct = layer.distinct
         found = np.zeros(layer.rows if distinct is None else distinct.rows)
         rows = (_rows(part, "keys") for part in blocks_of(layer))
-        for start, keys in rows if distinct is None else distinct.blocks():
+        for start, keys in rows if distinct is None else engine.distinct_blocks(distinct):
             size = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             if not bool(torch.isfinite(size).all()):
                 refuse(layer, start, start + len(keys))
