@@ -140,7 +140,11 @@ class Table:
     def __repr__(self) -> str:
         text = io.StringIO()
         console = rich.console.Console(file=text, width=100, color_system=None, soft_wrap=False)
-        console.print(self)
+        # names of columns are read in full: a little wider, if need be
+        shown = self.__rich__()
+        natural = console.measure(shown.renderables[0], options=console.options.update(width=160))
+        console.width = max(100, natural.maximum)
+        console.print(shown)
         lines = (line.rstrip() for line in text.getvalue().splitlines())
         return "\n".join(line for line in lines if line)
 
