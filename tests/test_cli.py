@@ -556,7 +556,7 @@ def test_attend_adds_up_over_time_by_example_and_by_two_columns(place: Path, ask
     tables = found["layers"]["fc1"]
     assert tables["top"] == spotlight.top(10, by="label").to_dict()
     assert tables["sum_by"] == spotlight.sum_by("source", "label").to_dict()
-    assert tables["over"] == spotlight.over("step", bins=4).to_dict()
+    assert tables["over"] == spotlight.over("step", bins=4, by="label").to_dict()
     assert tables["by_example"] == spotlight.by_example().to_dict()
 
 
@@ -566,7 +566,7 @@ def test_contribute_splits_a_margin_and_adds_it_up(place: Path, ask_json: Any) -
     answer = df.DualForm(None, place / "run").contribute(example=5, target="margin", label=2)
     assert found["target"] == answer.target
     assert found["top"] == answer.top(2, by="label").to_dict()
-    assert found["over"] == answer.over("step").to_dict()
+    assert found["over"] == answer.over("step", by="label").to_dict()
     assert found["by_example"] == answer.by_example().to_dict()
 
 

@@ -94,3 +94,14 @@ def test_an_empty_table_prints_and_converts() -> None:
     assert len(table) == 0
     assert "a" in repr(table)
     assert table.rows() == []
+
+
+def test_the_names_of_many_columns_are_printed_in_full() -> None:
+    names = ["rank", "pattern", "contribution", "attention", "step", "example", "label", "task"]
+    names += ["position", "microbatch", "call"]
+    table = Table({name: [1234567] for name in names}, "a caption " * 30)
+    text = repr(table)
+    assert text.splitlines()[0].split() == names
+    assert max(map(len, text.splitlines())) <= 160
+    assert max(map(len, repr(Table({"text": ["word " * 80]})).splitlines())) <= 160
+    assert max(map(len, repr(Table({"label": [1]}, "a caption " * 30)).splitlines())) <= 100

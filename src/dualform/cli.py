@@ -184,7 +184,7 @@ def attend(
         found = {
             name: {
                 "top": spotlight.top(top, by=by, sign=sign),
-                **_further(spotlight, sum_by, over, bins, by_example),
+                **_further(spotlight, sum_by, over, bins, by, by_example),
             }
             for name, spotlight in attention.items()
         }
@@ -247,7 +247,7 @@ def contribute(
             aim = arguments.largest_output(dual(*positional, **query))
         answer = dual.contribute(*positional, target=aim, layer=layer, label=label, **query)
         listed = {"top": answer.top(top, sign=sign, by=by)}
-        listed |= _further(answer, sum_by, over, bins, by_example)
+        listed |= _further(answer, sum_by, over, bins, by, by_example)
     _export(export, listed)
     if as_json:
         tables = {name: table.to_dict() for name, table in listed.items()}
@@ -448,6 +448,7 @@ def _further(
     sum_by: tuple[str, ...],
     over: str | None,
     bins: int,
+    by: str | None,
     by_example: bool,
 ) -> dict[str, df.Table]:
     """The tables that were asked for besides the top."""
@@ -455,7 +456,7 @@ def _further(
     if sum_by:
         tables["sum_by"] = answer.sum_by(*sum_by)
     if over is not None:
-        tables["over"] = answer.over(over, bins=bins)
+        tables["over"] = answer.over(over, bins=bins, by=by)
     if by_example:
         tables["by_example"] = answer.by_example()
     return tables

@@ -45,7 +45,9 @@ sign_option = click.option(
     help="Most positive, most negative, or largest either way.",
 )
 by_option = click.option(
-    "--by", metavar="COLUMN", help="List the top patterns of every value of a column."
+    "--by",
+    metavar="COLUMN",
+    help="List the top patterns, and the sums of --over, of every value of a column.",
 )
 sum_by_option = click.option(
     "--sum-by",

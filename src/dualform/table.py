@@ -11,7 +11,7 @@ import csv
 import html
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,11 @@ class Table:
     def __repr__(self) -> str:
         text = io.StringIO()
         console = rich.console.Console(file=text, width=100, color_system=None, soft_wrap=False)
-        console.print(self)
+        # names of columns are read in full: a little wider, if need be
+        shown = self.__rich__()
+        natural = console.measure(shown.renderables[0], options=console.options.update(width=160))
+        console.width = max(100, natural.maximum)
+        console.print(shown)
         lines = (line.rstrip() for line in text.getvalue().splitlines())
         return "\n".join(line for line in lines if line)
 
@@ -162,6 +166,11 @@ class Table:
         plain = [values.tolist() for values in self._columns.values()]
         for row in zip(*plain, strict=True):
             yield dict(zip(self._columns, row, strict=True))
+
+
+def beside(name: str, own: Collection[str]) -> str:
+    """What a tag is called in a table that has columns of its `own`: a tag never hides a result."""
+    return f"{name} (tag)" if name in own else name
 
 
 def _as_column(values: ArrayLike) -> NDArray[Any]:

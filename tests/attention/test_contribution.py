@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -276,3 +277,40 @@ def test_every_way_to_sum_contributions_gives_the_same(
         found = run.dual.contribute(run.inputs[3:4], target=1, layer=layer)
         assert abs(found.residual) <= EXACT
     assert float((found.values - expected.values).abs().max()) <= EXACT
+
+
+def test_a_class_index_may_be_numpys_or_torchs(run: Any) -> None:
+    x = run.inputs[:1]
+    output = run.dual(x)
+    plain = run.dual.contribute(x, target=int(output.argmax()))
+    for target in (output.argmax(), output.argmax().numpy(), np.int64(int(output.argmax()))):
+        assert run.dual.contribute(x, target=target).to_dict() == plain.to_dict()
+    label = run.labels[0]
+    margin = run.dual.contribute(x, target="margin", label=label)
+    assert margin.target == run.dual.contribute(x, target="margin", label=int(label)).target
+    for target in (True, 1.0, torch.tensor(1.0)):
+        with pytest.raises(df.QueryError, match="expected a class index"):
+            run.dual.contribute(x, target=target)
+
+
+def test_a_memory_without_patterns_has_no_contributions(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with df.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        pass
+    with pytest.raises(df.QueryError, match="no patterns"):
+        df.DualForm(model, tmp_path / "run").contribute(example=3, target=1)
+    with pytest.raises(df.QueryError, match="no patterns"):
+        df.DualForm(model, tmp_path / "run").routed(by="task")
+
+
+def test_a_projection_that_attention_does_not_call_says_so(tmp_path: Path) -> None:
+    model = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 4).double()
+    with df.record(model, optimizer, tmp_path / "run"):
+        model(x).square().sum().backward()
+        optimizer.step()
+    with pytest.raises(df.QueryError, match="was not called"):
+        df.DualForm(model, tmp_path / "run").contribute(
+            x, target=torch.ones(2, 3, 4), layer="self_attn.out_proj"
+        )

@@ -323,6 +323,8 @@ REFUSED: dict[str, tuple[Callable[[df.DualForm, Tensor], Any], str]] = {
     "rows that are numbers": (lambda dual, x: dual.without(np.arange(240)), "boolean"),
     "an unknown way to run": (lambda dual, x: dual(x, by="magic"), "weights"),
     "an unknown unresolved": (lambda dual, x: dual.without(unresolved="hide"), "keep"),
+    "a strength that is no number": (lambda dual, x: dual.without(strength="all"), "finite"),
+    "layers that are no names": (lambda dual, x: dual.without(layers=3), "name of a layer"),  # type: ignore[arg-type]
     "an unknown layer": (lambda dual, x: dual.attend(x, layers="fc9"), "fc1"),
     "no layer": (lambda dual, x: dual.attend(x, layers=[]), "fc1"),
     "several columns to group by": (

@@ -390,6 +390,23 @@ def test_every_pass_reports_its_progress() -> None:
     assert len(told) == 5
 
 
+def test_a_pass_over_keys_that_are_stored_once_reports_its_progress_too() -> None:
+    world = World(torch.randn(10_000, 6), [100])
+    world.distinct = Distinct(world.keys)
+    ask = torch.ones(1, 6, dtype=torch.float64)
+    codes = np.arange(10_000) % 3
+    for question in (
+        lambda: weights_room.all_weights(world.layer, ask),
+        lambda: weights_room.norms(world.layer),
+        lambda: sums.group_sums(world.layer, ask, None, codes, 3),
+    ):
+        told: list[tuple[int, int]] = []
+        with df.attention.reporting(lambda done, total, told=told: told.append((done, total))):
+            question()
+        assert told[0] == (0, world.distinct.rows)
+        assert told[-1] == (world.distinct.rows, world.distinct.rows)
+
+
 @pytest.mark.parametrize("way", ["few", "plain"])
 def test_keys_that_are_not_finite_are_refused_by_name(monkeypatch: Any, way: str) -> None:
     choose(monkeypatch, way)

@@ -86,6 +86,8 @@ def test_what_cannot_be_routed_is_refused(run: Any, tmp_path: Any) -> None:
         run.dual.routed(by="task", layer="fc9")
     with pytest.raises(df.QueryError, match="without a model"):
         df.DualForm(None, run.path).routed(by="task")(run.inputs[:1])
+    with pytest.raises(df.QueryError, match="no pattern in this view"):
+        run.dual.at(0).routed(by="task")
     model = nn.Sequential(nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with df.record(model, optimizer, tmp_path / "gaps") as recorder:

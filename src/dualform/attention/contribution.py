@@ -26,7 +26,10 @@ from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
 from dualform.layers.kinds import write
 from dualform.memory import LayerMemory, Patterns
-from dualform.table import Table
+from dualform.table import Table, beside
+
+OWN = frozenset({"from", "to", "contribution", "absolute", "patterns"})
+"""Columns of tables of sums that are no column of the patterns."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Contribution:
             "attention": self._attention[rows],
         }
         per = "" if by is None else f"; the top per {by}"
-        return Table(columns | pattern_columns(self._patterns, rows), self.caption + per)
+        return Table(columns | pattern_columns(self._patterns, rows, columns), self.caption + per)
 
     def sum_by(self, *columns: str | Sequence[str]) -> Table:
         """Contributions summed over the patterns of each value of a column, or of several together.
@@ -137,7 +140,7 @@ class Contribution:
         """
         names = grouping.named(columns, self._patterns)
         cells = grouping.cells(self._patterns, names)
-        table: dict[str, Any] = {name: cells.column(i) for i, name in enumerate(names)}
+        table: dict[str, Any] = {beside(n, OWN): cells.column(i) for i, n in enumerate(names)}
         table |= self._sums(cells.codes, len(cells.values))
         return Table(table, f"{self.caption}; summed by {' and '.join(names)}")
 
@@ -158,7 +161,7 @@ class Contribution:
             "to": np.repeat(edges[1:], len(values)),
         }
         if by is not None:
-            table[by] = values * ranges
+            table[beside(by, OWN)] = values * ranges
         table |= self._sums(bin_of * len(values) + cells.codes, ranges * len(values))
         return Table(table, f"{self.caption}; over {column}")
 
@@ -172,7 +175,7 @@ class Contribution:
         sums = self._sums(cells.codes, len(cells.values))
         order = ranking.top_of(sums["contribution"], len(cells.values), "most")
         order = order[sums["patterns"][order] > 0]  # masked out, or later than this view
-        table: dict[str, Any] = {column: cells.listed[order]}
+        table: dict[str, Any] = {beside(column, OWN): cells.listed[order]}
         table |= {name: values[order] for name, values in sums.items()}
         return Table(table, f"{self.caption}; summed by {column}")
 

@@ -8,7 +8,7 @@ comes from the memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from dualform.attention import short_keys
 from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution, Target, contribution
 from dualform.attention.engine import Progress
-from dualform.attention.masks import Mask, as_rows
+from dualform.attention.masks import Mask, as_rows, as_strength
 from dualform.attention.routing import Routed
 from dualform.attention.spotlight import Attention, Spotlight, check_k, is_whole
-from dualform.attention.targets import Aim, Traced, aim, is_margin
+from dualform.attention.targets import Aim, Traced, aim, index_of, is_margin
 from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
@@ -193,6 +193,7 @@ class DualForm:
         """
         if bool(inputs or kwargs) == (example is not None):
             raise QueryError("contribute takes one input as the model takes it, or example=ID")
+        target, label = index_of(target), index_of(label)
         if label is not None and not is_margin(target):
             raise QueryError('label= belongs to target="margin"; a class index is a target itself')
         if label is not None and not is_whole(label):
@@ -242,7 +243,8 @@ class DualForm:
             >>> dual.without(task="fashion", strength=0.7)                 # doctest: +SKIP
         """
         named = None if layers is None else tuple(_names(layers))
-        return self._masked(Mask(False, as_rows(rows), where, float(strength), unresolved, named))
+        taken = as_strength(strength)
+        return self._masked(Mask(False, as_rows(rows), where, taken, unresolved, named))
 
     def only(
         self,
@@ -382,6 +384,8 @@ class DualForm:
     def _contribute_example(
         self, example: Any, target: Aim, layer: str | None, label: int | None
     ) -> Contribution:
+        if not self.memory.layers:
+            raise QueryError(f"{self.memory.path} holds no patterns, so nothing was written")
         known = self.memory.layer(layer if layer is not None else self.memory.layers[-1])
         known.need_error_signals("a contribution")
         rows = asking.example_queries(self._view, known, example)
@@ -438,7 +442,10 @@ class DualForm:
                 "or ask for a recorded one with example=..."
             )
         if not calls:
-            raise QueryError(f"layer {layer.name!r} is not used for this input")
+            raise QueryError(
+                f"layer {layer.name!r} was not called for this input (attention uses out_proj "
+                "without calling it); name another layer, or ask for a recorded one with example="
+            )
         # g = d(target)/d(layer output): one-hot where the layer's output is the model's.
         slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
         rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
@@ -450,4 +457,6 @@ class DualForm:
 
 
 def _names(layers: str | Sequence[str]) -> list[str]:
+    if not isinstance(layers, (str, Iterable)):
+        raise QueryError(f"layers={layers!r}: expected the name of a layer, or several")
     return [layers] if isinstance(layers, str) else list(layers)

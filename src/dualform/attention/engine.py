@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dualform.layers.kinds import attention_weights, write
 from dualform.memory import LayerMemory
+from dualform.memory.distinct import DistinctKeys
 from dualform.memory.layer import Block
 
 BLOCK = 4096
@@ -57,6 +58,17 @@ def reported(parts: Iterable[Block], total: int) -> Iterator[Block]:
         yield part
     if progress is not None:
         progress(total, total)
+
+
+def distinct_blocks(distinct: DistinctKeys, size: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
+    """The different keys of a layer that stores each once, block by block, with progress."""
+    progress = _progress.get()
+    for start, keys in distinct.blocks(size):
+        if progress is not None:
+            progress(start, distinct.rows)
+        yield start, keys
+    if progress is not None:
+        progress(distinct.rows, distinct.rows)
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,11 @@ def sums_of_held(
 ) -> tuple[Tensor, Tensor]:
     """The same from weights that are all known, [n, T], zero where a pattern is not included."""
     inside = slice(None) if included is None else np.flatnonzero(included)
-    signed = [np.bincount(codes[inside], line[inside], groups) for line in held]
-    absolute = [np.bincount(codes[inside], np.abs(line[inside]), groups) for line in held]
-    return torch.from_numpy(np.stack(signed)), torch.from_numpy(np.stack(absolute))
+    signed, absolute = np.zeros((2, len(held), groups))
+    for i, line in enumerate(held):
+        signed[i] = np.bincount(codes[inside], line[inside], groups)
+        absolute[i] = np.bincount(codes[inside], np.abs(line[inside]), groups)
+    return torch.from_numpy(signed), torch.from_numpy(absolute)
 
 
 def key_sums(

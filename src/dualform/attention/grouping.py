@@ -7,7 +7,7 @@ memory is open, so that a second question about the same columns costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,17 +74,12 @@ def _find(patterns: Patterns, columns: tuple[str, ...]) -> Cells:
     if len(kinds) == 1:
         (values, codes) = kinds[0]
         return Cells([(value,) for value in values], codes)
-    joint = np.zeros(len(patterns), np.int64)
-    for values, codes in kinds:
-        joint = joint * len(values) + codes
-    occurring, at = group_codes(joint)
-    combined: list[tuple[Any, ...]] = []
-    for code in occurring:
-        found = []
-        for values, _ in reversed(kinds):
-            code, index = divmod(code, len(values))
-            found.append(values[index])
-        combined.append(tuple(reversed(found)))
+    combined: list[tuple[Any, ...]] = [()]
+    at = np.zeros(len(patterns), np.int64)
+    for values, codes in kinds:  # one by one: all combinations together may not fit into a number
+        occurring, at = group_codes(at * len(values) + codes)
+        places = [divmod(code, len(values)) for code in occurring]
+        combined = [(*combined[before], values[index]) for before, index in places]
     return Cells(combined, at)
 
 
@@ -113,8 +108,8 @@ def bins(
 ) -> tuple[NDArray[Any], Codes]:
     """Equal ranges of a number over some patterns: their edges, and each pattern's range."""
     values = patterns[column]
-    if count < 1:
-        raise QueryError(f"bins={count}: expected at least one range")
+    if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 1:
+        raise QueryError(f"bins={count!r}: expected a whole number of ranges, at least one")
     kept = values[rows]
     if values.dtype.kind not in "biuf" or not np.isfinite(kept).all():
         raise QueryError(
@@ -137,7 +132,12 @@ def bins(
 
 def named(columns: Sequence[str | Sequence[str]], patterns: Patterns) -> list[str]:
     """The columns of `sum_by("a", "b")` or `sum_by(["a", "b"])`; at least one."""
-    names = [n for part in columns for n in ([part] if isinstance(part, str) else part)]
+    names: list[str] = []
+    for part in columns:
+        if isinstance(part, str) or not isinstance(part, Iterable):
+            names.append(part)  # what is no column is refused where it is looked up
+        else:
+            names += part
     if not names:
         raise QueryError(f"sum_by needs a column; there are {', '.join(patterns.names)}")
     return names

@@ -114,6 +114,16 @@ def as_rows(rows: Any) -> NDArray[np.bool_] | None:
     return array
 
 
+def as_strength(strength: Any) -> float:
+    """A mask's strength as a number."""
+    try:
+        return float(strength)
+    except (TypeError, ValueError):
+        raise QueryError(
+            f"strength={strength!r}: expected a finite number, 1 takes all of it away"
+        ) from None
+
+
 def _short(value: Any) -> str:
     if isinstance(value, slice):
         bounds = (value.start, value.stop) + (() if value.step is None else (value.step,))

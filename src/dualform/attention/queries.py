@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -231,6 +232,8 @@ def example_rows(view: View, layer: LayerMemory, example: Any) -> Any:
     A visit is one backward pass: the last micro-batch of the last step that held the example.
     """
     patterns = layer.patterns
+    if not isinstance(example, str) and np.ndim(example):
+        raise QueryError(f"example={example!r}: one recorded example is asked for at a time")
     chosen = patterns.select(example=example) & (patterns["step"] < view.at)
     rows = chosen.nonzero()[0]
     if not len(rows):
@@ -256,7 +259,15 @@ def example_queries(view: View, layer: LayerMemory, example: Any) -> Tensor:
 
 def given_queries(layer: LayerMemory, queries: Any) -> Tensor:
     """Queries handed over as they are, checked: [n, d_in] or [d_in]; tokens of any shape."""
-    tensor = torch.as_tensor(queries)
+    try:
+        tensor = torch.as_tensor(queries)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        raise QueryError(
+            f"the queries for layer {layer.name!r} are of {getattr(tensor, 'dtype', type(queries))}"
+            f"; expected real numbers, [n, {layer.in_features}]"
+        )
     if layer.kind == "embedding":
         return _given_tokens(layer, tensor)
     if tensor.ndim == 0 or tensor.shape[-1] != layer.in_features:

@@ -98,6 +98,7 @@ def top_patterns(
         held = weights.all_weights(layer, queries, included)
     if held is not None:
         return _of_held(layer, held, included, k, sign, cells, scales)
+    _check_size(layer, queries)
     codes, groups = (None, 1) if cells is None else (cells.codes, max(1, len(cells.values)))
     per_query = groups * min(2 * k + 64, max(1, layer.rows))
     at_once = max(1, LISTED // per_query)
@@ -108,6 +109,13 @@ def top_patterns(
         part = _settle(layer, some, *found, k, sign, groups, scales)
         parts.append(part._replace(query=part.query + low))
     return _joined(parts)
+
+
+def _check_size(layer: LayerMemory, queries: Tensor) -> None:
+    """What is too large for float64 cannot be compared."""
+    longest = float(torch.linalg.vector_norm(queries, dim=1).max()) if len(queries) else 0.0
+    with np.errstate(over="ignore"):
+        weights.check_size(layer, np.float64(longest) * weights.norms(layer).max(initial=0.0))
 
 
 def _joined(parts: list[Ranked]) -> Ranked:

@@ -51,7 +51,7 @@ class Recurring:
         """The distinct keys, float64, a block at a time; valid until the next."""
         room = engine.Buffer(torch.float64)
         if self._layer.distinct is not None:
-            for start, keys in self._layer.distinct.blocks():
+            for start, keys in engine.distinct_blocks(self._layer.distinct):
                 yield slice(start, start + len(keys)), room.widened(keys)
             return
         is_first = np.zeros(self._layer.rows, bool)

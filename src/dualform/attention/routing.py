@@ -21,7 +21,7 @@ from torch import Tensor
 from dualform.attention import grouping, ranking, weights
 from dualform.attention.queries import queries_of
 from dualform.errors import QueryError
-from dualform.table import Table
+from dualform.table import Table, beside
 
 if TYPE_CHECKING:
     from dualform.attention.dual_form import DualForm
@@ -39,6 +39,8 @@ class Routed:
     def __init__(self, dual: DualForm, by: str, layer: str | None, k: int) -> None:
         memory = dual.memory
         self.by, self.k = by, k
+        if not memory.layers:
+            raise QueryError(f"{memory.path} holds no patterns, so there is nothing to route by")
         self.layer = layer if layer is not None else memory.layers[0]
         self._dual, self._view = dual, dual._view
         self._memory = memory.layer(self.layer)
@@ -49,6 +51,11 @@ class Routed:
         codes, first = np.unique(cells.codes[seen], return_index=True)
         order = codes[np.argsort(patterns["step"][seen][first], kind="stable")]
         self.phases: tuple[Any, ...] = tuple(cells.values[code][0] for code in order)
+        if not self.phases:
+            raise QueryError(
+                f"layer {self.layer!r} has no pattern in this view, so there is no {by!r} to route "
+                "by; ask a later step, or mask less"
+            )
         if None in self.phases:
             raise QueryError(
                 f"some patterns of layer {self.layer!r} have no {by!r}: which phase they belong to "
@@ -89,7 +96,7 @@ class Routed:
         """Which phase each input is like: mean of the largest cosines per phase, from −1 to 1."""
         preferred, means = self._preferred(inputs, kwargs)
         table: dict[str, Any] = {"input": np.arange(len(preferred))}
-        table[self.by] = [self.phases[i] for i in preferred]
+        table[beside(self.by, table)] = [self.phases[i] for i in preferred]
         table |= {f"cosine {name}": means[:, i] for i, name in enumerate(self.phases)}
         return Table(
             table,

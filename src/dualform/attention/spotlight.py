@@ -11,7 +11,7 @@ only `Spotlight.weights` holds them; everything else streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +22,15 @@ from torch import Tensor
 
 from dualform.attention import engine, grouping, ranking, short_keys
 from dualform.attention.group_sums import group_sums, sums_of_held
-from dualform.attention.weights import all_weights, are_few
+from dualform.attention.weights import all_weights, are_few, check_size
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
-from dualform.table import Table
+from dualform.table import Table, beside
 
 UNIT = "α = key · query: unnormalised, signed; positive = alike, in units of key × query"
+
+OWN = frozenset({"query", "from", "to", "sum", "absolute", "patterns"})
+"""Columns of tables of sums that are no column of the patterns."""
 
 
 class Spotlight:
@@ -105,7 +108,7 @@ class Spotlight:
         )
         columns: dict[str, Any] = self._query_column(found.query)
         columns |= {"rank": found.rank + 1, "pattern": found.row, "weight": found.weight}
-        columns |= pattern_columns(self.patterns, found.row)
+        columns |= pattern_columns(self.patterns, found.row, columns)
         which = {"most": "most positive", "least": "most negative", "absolute": "largest"}[sign]
         per = "" if by is None else f" per {by}"
         return Table(columns, f"layer {self.layer}: {which} attention{per}. {self._unit}")
@@ -126,7 +129,7 @@ class Spotlight:
         n = len(self._queries)
         table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(cells.values)))
         for i, name in enumerate(names):
-            table[name] = cells.column(i) * n
+            table[beside(name, OWN)] = cells.column(i) * n
         named = " and ".join(names)
         return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {self._unit}")
 
@@ -152,7 +155,8 @@ class Spotlight:
         ordered = ordered[sums["patterns"][ordered] > 0]  # masked out, or later than this view
         listed = cells.listed[np.tile(np.arange(len(cells.values)), n)[ordered]]
         table: dict[str, Any] = self._query_column(query[ordered])
-        table |= {column: listed, **{name: of[ordered] for name, of in sums.items()}}
+        table[beside(column, OWN)] = listed
+        table |= {name: of[ordered] for name, of in sums.items()}
         what = {"before": "absolute: Σ|α|", "after": "absolute: |Σα|"}[absolute]
         return Table(table, f"layer {self.layer}: attention by {column}; {what}. {self._unit}")
 
@@ -168,12 +172,19 @@ class Spotlight:
         n = len(self._queries)
         absolute, squares = np.zeros(n), np.zeros(n)
         if are_few(self._memory, self._queries):
-            absolute, squares = np.abs(self._held).sum(1), np.square(self._held).sum(1)
+            # a power of two changes no digit, and keeps squares from running over or under
+            size = np.abs(self._held).max(1, initial=0.0, keepdims=True)
+            scaled = np.abs(np.ldexp(self._held, -np.frexp(size)[1]))
+            absolute, squares = scaled.sum(1), np.square(scaled).sum(1)
         else:
+            asked = self._queries
+            if self._memory.kind != "embedding":
+                size = asked.abs().amax(1, keepdim=True)
+                asked = torch.ldexp(asked, -torch.frexp(size).exponent)
             for part in engine.scan(self._memory, self._included, error_signals=False):
                 for low in range(0, n, ranking.QUERIES_AT_ONCE):
                     here = slice(low, low + ranking.QUERIES_AT_ONCE)
-                    alpha = engine.products(self._memory, self._queries[here], part.keys)
+                    alpha = engine.products(self._memory, asked[here], part.keys)
                     absolute[here] += alpha.abs().sum(1).numpy()
                     squares[here] += alpha.square_().sum(1).numpy()
         return np.divide(absolute**2, squares, out=np.zeros_like(squares), where=squares > 0)
@@ -195,7 +206,7 @@ class Spotlight:
         columns["from"] = np.tile(np.repeat(edges[:-1], len(values)), n)
         columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
         if by is not None:
-            columns[by] = values * (ranges * n)
+            columns[beside(by, OWN)] = values * (ranges * n)
         columns |= self._sums(bin_of * len(values) + cells.codes, count)
         return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
@@ -218,6 +229,7 @@ class Spotlight:
             signed, absolute = group_sums(
                 self._memory, self._queries, self._included, codes, groups
             )
+            check_size(self._memory, absolute.numpy())
         counts = np.bincount(codes[self.rows], minlength=groups)
         return {
             "sum": signed.reshape(-1).numpy(),
@@ -279,9 +291,11 @@ def is_whole(number: Any) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
-def pattern_columns(patterns: Patterns, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """Every column that says something about some patterns."""
-    columns = {name: patterns.take(name, rows) for name in patterns.names}
+def pattern_columns(
+    patterns: Patterns, rows: NDArray[np.int64], own: Collection[str]
+) -> dict[str, NDArray[Any]]:
+    """Every column that says something about some patterns, for a table with its `own` columns."""
+    columns = {beside(name, own): patterns.take(name, rows) for name in patterns.names}
     return {name: values for name, values in columns.items() if _says_something(values)}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +61,15 @@ def is_margin(target: Aim) -> bool:
     return isinstance(target, str) and target == "margin"
 
 
+def index_of(given: Any) -> Any:
+    """A whole number of numpy's or torch's (`output.argmax()`, `labels[3]`) as Python's own."""
+    if isinstance(given, Tensor):
+        scalar = given.ndim == 0 and not (given.is_floating_point() or given.is_complex())
+        return int(given) if scalar and given.dtype != torch.bool else given
+    scalar = isinstance(given, np.ndarray) and given.ndim == 0 and given.dtype.kind in "iu"
+    return int(given) if scalar or isinstance(given, np.integer) else given
+
+
 def aim(target: Aim, label: int | None, outputs: Tensor, what: str) -> tuple[Tensor, str]:
     """The direction a target means over these outputs, and what it is called."""
     if is_margin(target):
@@ -94,6 +104,8 @@ def direction_of(target: Aim, shape: tuple[int, ...], what: str) -> Tensor:
         raise QueryError(
             f"target={target!r}: expected a class index, or numbers over the outputs"
         ) from error
+    if direction.ndim == 0 and shape:
+        raise QueryError(f"target={target!r}: expected a class index, or numbers over the outputs")
     if tuple(direction.shape) != shape and not (single and tuple(direction.shape) == (width,)):
         raise QueryError(
             f"the target has shape {list(direction.shape)}, but {what} has shape {list(shape)}; "

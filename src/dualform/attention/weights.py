@@ -60,7 +60,7 @@ def all_weights(
         return _of_tokens(layer, queries, included)
     distinct = layer.distinct if of == "keys" else None
     if distinct is not None:  # keys that recur are weighed once
-        rows = (Rows(start, keys) for start, keys in distinct.blocks(_size(layer)))
+        rows = (Rows(start, keys) for start, keys in engine.distinct_blocks(distinct, _size(layer)))
         out = _weigh(layer, queries, distinct.rows, rows, of)[:, distinct.references]
     else:
         blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
@@ -111,6 +111,8 @@ def _weigh(
         else:
             _by_rows(some.keys, queries, here)
         if not np.isfinite(here).all():
+            if bool(torch.isfinite(some.keys).all()):
+                check_size(layer, here)
             refuse(layer, some.start, stop, of)
 
     spread(one, rows, 1 if fast is None else torch.get_num_threads())  # torch divides its own
@@ -181,6 +183,15 @@ def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray
     return array
 
 
+def check_size(layer: LayerMemory, found: engine.Reals) -> None:
+    """Refuse numbers that ran over float64, though everything they were made of is finite."""
+    if not np.isfinite(found).all():
+        raise QueryError(
+            f"attention in layer {layer.name!r} is larger than float64 can hold "
+            f"({np.finfo(np.float64).max:.1e}); ask with a query of smaller numbers"
+        )
+
+
 def refuse(layer: LayerMemory, start: int, stop: int, of: str = "keys") -> None:
     """Keys that are no numbers have no attention."""
     what = of.replace("_", " ")
@@ -199,7 +210,7 @@ def norms(layer: LayerMemory) -> engine.Reals:
         distinct = layer.distinct
         found = np.zeros(layer.rows if distinct is None else distinct.rows)
         rows = (_rows(part, "keys") for part in blocks_of(layer))
-        for start, keys in rows if distinct is None else distinct.blocks():
+        for start, keys in rows if distinct is None else engine.distinct_blocks(distinct):
             size = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             if not bool(torch.isfinite(size).all()):
                 refuse(layer, start, start + len(keys))
