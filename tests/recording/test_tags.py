@@ -241,6 +241,7 @@ def test_a_wrong_length_names_layer_and_shapes(
         ({"label": [1 + 2j, 0]}, "'label' holds complex128 values; expected numbers"),
         ({"label": [None, "a"]}, "'label' holds object values"),
         ({"step": [0, 1]}, "'step' was given, but dualform keeps that column itself"),
+        ({"strength": [0, 1]}, r"'strength' was given, but without\(\.\.\.\) and only"),
         ({"position": 0}, "'position' was given, but dualform keeps"),
         ({"microbatch": 0}, "'microbatch' was given, but dualform keeps"),
         ({"call": 0}, "'call' was given, but dualform keeps"),

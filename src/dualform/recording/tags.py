@@ -22,6 +22,9 @@ from dualform.memory.files import NO_VALUE
 
 RESERVED = ("step", "position", "microbatch", "call", "rank")
 
+ARGUMENTS = ("layers", "strength", "unresolved")
+"""What masks take besides columns: a tag of that name could not be asked for."""
+
 KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": "string"}
 """What a column is called, by numpy's letter for its type."""
 
@@ -190,6 +193,11 @@ class Tags:
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
         for name in columns:
+            if name in ARGUMENTS:
+                raise RecordingError(
+                    f"the tag {name!r} was given, but without(...) and only(...) have an argument of "
+                    "that name; choose another name"
+                )
             if name in RESERVED:
                 raise RecordingError(
                     f"the tag {name!r} was given, but dualform keeps that column itself "
