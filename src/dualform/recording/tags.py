@@ -195,8 +195,8 @@ class Tags:
         for name in columns:
             if name in ARGUMENTS:
                 raise RecordingError(
-                    f"the tag {name!r} was given, but without(...) and only(...) have an argument of "
-                    "that name; choose another name"
+                    f"the tag {name!r} was given, but without(...) and only(...) have an argument "
+                    "of that name; choose another name"
                 )
             if name in RESERVED:
                 raise RecordingError(
