@@ -8,7 +8,7 @@ belongs to. Why so:
   and evaluation inside the loop would no longer be bit-identical.
 * The node is that of the output before any in-place activation; full backward hooks see the one
   after it. What a user's own hook on the output makes of the error signal has happened by then. And
-  it costs a third of what a hook on the tensor does.
+  it costs less than half of what a hook on the tensor does.
 * A pattern exists only if its gradient really reaches the parameter's `.grad`. A forward pass that
   is never differentiated, or `torch.autograd.grad` for a saliency map, leaves none.
 
