@@ -118,15 +118,19 @@ def grid(
     plain = [chart.copy(deep=False) for chart in charts]
     for chart in plain:
         chart.config = altair().Undefined
-    whole: ConcatChart = finished(panels(plain, columns or len(plain)), title)
+    drawn = _beside(plain, columns or len(plain))
+    drawn = drawn.resolve_scale(color="independent", shape="independent")
+    whole: ConcatChart = finished(drawn, title)
     return whole
 
 
 def panels(charts: Sequence[Any], columns: int) -> Any:
-    """Charts beside and below each other, each with its own axes and legends in common."""
-    alt = altair()
-    whole = alt.concat(*charts, columns=columns, spacing={"row": 14, "column": 18})
-    return whole.resolve_scale(color="shared", shape="shared", x="independent", y="independent")
+    """The panels of one picture: axes of their own, and one legend for all."""
+    return _beside(charts, columns).resolve_scale(color="shared", shape="shared")
+
+
+def _beside(charts: Sequence[Any], columns: int) -> Any:
+    return altair().concat(*charts, columns=columns, spacing={"row": 14, "column": 18})
 
 
 def heading(text: str) -> dict[str, Any]:
