@@ -1,4 +1,4 @@
-"""A small recorded run with pictures for examples, and ways to look into a chart's specification."""
+"""A small recorded run with pictures for examples, and ways to look into a chart."""
 
 from __future__ import annotations
 

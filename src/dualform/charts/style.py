@@ -24,8 +24,8 @@ FEW = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK, YELLOW)
 """Okabe and Ito's palette, in the order it is used."""
 
 MANY = ("#332288", "#DDCC77", "#117733", "#88CCEE", "#882255",
-        "#44AA99", "#CC6677", "#999933", "#AA4499", "#B0B0B0")  # fmt: skip
-"""Tol's "muted" palette, its grey a little darker: for nine or ten groups."""
+        "#44AA99", "#CC6677", "#999933", "#AA4499", "#000000")  # fmt: skip
+"""Tol's "muted" palette, black for its grey, which is hard to see: for nine or ten groups."""
 
 WIDTH = 290
 """Pixels of a panel: with its axis and labels, about a column's 340."""
