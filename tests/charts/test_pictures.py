@@ -37,8 +37,8 @@ def test_each_layer_shows_its_strongest_examples_once(
     ]
     captions = [row["caption"].split("\n") for row in rows_with(chart, "caption", "under")]
     captions = captions[-len(expected) :]
-    assert [c[0] for c in captions] == [f"α = {weight:,.4g}" for _, _, weight, _ in expected]
-    assert [c[1] for c in captions] == [str(example % 3) for _, example, _, _ in expected]
+    assert [c[0] for c in captions] == [f"α = {weight:#.4g}" for _, _, weight, _ in expected]
+    assert [c[1] for c in captions] == [f"label {example % 3}" for _, example, _, _ in expected]
     assert [c[2] for c in captions] == [f"step {step:,}" for _, _, _, step in expected]
 
 

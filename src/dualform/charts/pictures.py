@@ -148,9 +148,11 @@ def _looked_up(images: Any, row: Mapping[str, Any], of: tuple[str, ...]) -> Any:
 
 def _caption(row: Mapping[str, Any], label: tuple[str, ...], names: Any) -> str:
     known = tuple(name for name in label if name in row or f"{name} (tag)" in row)
-    lines = [f"α = {float(row['weight']):,.4g}"]
+    lines = [f"α = {style.number(float(row['weight']))}"]
     if known:
-        lines.append(shown(cell(row, known), names))
+        group = cell(row, known)
+        bare = len(known) == 1 and names is None and not isinstance(group[0], str)
+        lines.append(f"{known[0]} {shown(group, names)}" if bare else shown(group, names))
     if "step" in row:
         lines.append(f"step {row['step']:,}")
     return "\n".join(lines)
