@@ -72,9 +72,9 @@ def test_a_number_in_a_caption_has_four_digits(number: float, text: str) -> None
 def test_the_users_theme_is_left_alone(run: Any) -> None:
     import altair as alt
 
-    before = alt.theme.active
+    before = alt.Chart().mark_point().to_dict()["config"]
     config = charts.totals_per_class(run.attention).to_dict()["config"]
-    assert alt.theme.active == before
+    assert alt.Chart().mark_point().to_dict()["config"] == before != config
     assert config["axis"]["labelFontSize"] >= 10
     assert config["background"] == "white"
 
