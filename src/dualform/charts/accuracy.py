@@ -115,8 +115,8 @@ def _ticks(
     ]
 
 
-UPRIGHT = "M0,-0.5L0,0.5"
-"""A short upright line, as a symbol."""
+UPRIGHT = "M0,-1L0,1"
+"""An upright line as a symbol, as tall as a bar is thick."""
 
 
 def strengths(
