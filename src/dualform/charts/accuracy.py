@@ -111,7 +111,7 @@ def _ticks(
     base = alt.Chart(alt.Data(values=named)).encode(x=x, y=y, yOffset=offset, shape=shape)
     return [
         base.mark_point(color=colour, strokeWidth=wide, opacity=1, size=BAR**2, aria=False)
-        for colour, wide in (("white", 4.5), (style.INK, 2))
+        for colour, wide in (("white", 3.6), (style.INK, 2))
     ]
 
 
