@@ -105,6 +105,19 @@ def test_what_a_job_raises_comes_out_of_the_next_wait_and_later_jobs_are_left_un
     assert not clerks()
 
 
+def test_only_so_many_jobs_wait_at_a_time() -> None:
+    clerk, go_on, done = Clerk(), threading.Event(), []
+    clerk.give(go_on.wait, 60)
+    for number in range(room.WAITING - 1):
+        clerk.give(done.append, number)
+    assert not done
+    threading.Timer(0.05, go_on.set).start()
+    clerk.give(done.append, "more")
+    assert done[: room.WAITING - 1] == list(range(room.WAITING - 1))
+    clerk.close()
+    assert done[-1] == "more"
+
+
 def test_a_quiet_wait_forgets_what_a_job_has_raised() -> None:
     clerk = Clerk()
     clerk.give(int, "one")
