@@ -156,7 +156,7 @@ class Contribution:
         Example:
             >>> contribution.over("step", bins=10, by="task")            # doctest: +SKIP
         """
-        edges, bin_of = grouping.bins(self._patterns, column, bins, np.flatnonzero(self._included))
+        edges, bin_of = grouping.bins(self._patterns, column, bins, self._included)
         cells = grouping.cells(self._patterns, () if by is None else (by,))
         values, ranges = cells.column(0) if by is not None else [None], len(edges) - 1
         table: dict[str, Any] = {

@@ -358,7 +358,7 @@ class DualForm:
 
     def _spotlight(self, name: str, rows: Tensor) -> Spotlight:
         layer = self.memory.layer(name)
-        return Spotlight(layer, rows, self._view.row_weights(layer) != 0)
+        return Spotlight(layer, rows, self._view.included(layer))
 
     def _given_queries(
         self, queries: Tensor | Mapping[str, Tensor] | None, names: list[str]

@@ -55,7 +55,7 @@ class Spotlight:
         self.layer = layer.name
         self.queries = queries
         self._memory = layer
-        self._queries = queries.detach().to("cpu", torch.float64)
+        self._asked = queries.detach().cpu()
         self._included = None if included is None or included.all() else included
         self._unit = f"{UNIT}. Patterns are {layer.note}" if layer.note else UNIT
 
@@ -99,7 +99,7 @@ class Spotlight:
         names = [] if by is None else grouping.named((by,), self.patterns)
         cells = None if by is None else grouping.cells(self.patterns, names)
         short = by is None and short_keys.serve(self._memory, self._queries, sign)
-        held = are_few(self._memory, self._queries) and ("_held" in self.__dict__ or not short)
+        held = are_few(self._memory, self._asked) and ("_held" in self.__dict__ or not short)
         found = ranking.top_patterns(
             self._memory,
             self._queries,
@@ -129,7 +129,7 @@ class Spotlight:
         names = grouping.named(columns, self.patterns)
         cells = grouping.cells(self.patterns, names)
         sums = self._sums(cells.codes, len(cells.values))
-        n = len(self._queries)
+        n = len(self._asked)
         table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(cells.values)))
         for i, name in enumerate(names):
             table[beside(name, OWN)] = cells.column(i) * n
@@ -140,8 +140,8 @@ class Spotlight:
         """Attention to each training example: all its visits together, the strongest first.
 
         `sum` adds the signed weights of its visits. `absolute="before"` adds their absolute values,
-        `"after"` takes the absolute value of the sum. Units of key × query; `patterns` counts
-        visits (and positions). Ties: the smaller id first.
+        `"after"` takes the absolute value of the sum; the largest `absolute` comes first, ties: the
+        smaller id first. Units of key × query; `patterns` counts visits (and positions).
 
         Example:
             >>> spotlight.by_example()["example"][:3]                   # doctest: +SKIP
@@ -150,11 +150,13 @@ class Spotlight:
             raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
         cells = grouping.cells(self.patterns, (column,))
         sums = self._sums(cells.codes, len(cells.values))
-        n = len(self._queries)
+        n = len(self._asked)
         query = np.repeat(np.arange(n), len(cells.values))
         if absolute == "after":
             sums["absolute"] = np.abs(sums["sum"])
-        ordered = np.lexsort((-sums["sum"], query))
+        strongest = -sums["absolute"].reshape(n, len(cells.values))
+        ordered = np.argsort(strongest, axis=1, kind="stable")
+        ordered = (ordered + len(cells.values) * np.arange(n)[:, None]).reshape(-1)
         ordered = ordered[sums["patterns"][ordered] > 0]  # masked out, or later than this view
         listed = cells.listed[np.tile(np.arange(len(cells.values)), n)[ordered]]
         table: dict[str, Any] = self._query_column(query[ordered])
@@ -172,9 +174,9 @@ class Spotlight:
         Example:
             >>> spotlight.effective                                     # doctest: +SKIP
         """
-        n = len(self._queries)
+        n = len(self._asked)
         absolute, squares = np.zeros(n), np.zeros(n)
-        if are_few(self._memory, self._queries):
+        if are_few(self._memory, self._asked):
             # a power of two changes no digit, and keeps squares from running over or under
             size = np.abs(self._held).max(1, initial=0.0, keepdims=True)
             scaled = np.abs(np.ldexp(self._held, -np.frexp(size)[1]))
@@ -201,10 +203,10 @@ class Spotlight:
         Example:
             >>> spotlight.over("step", bins=10, by="task")              # doctest: +SKIP
         """
-        edges, bin_of = grouping.bins(self.patterns, column, bins, self.rows)
+        edges, bin_of = grouping.bins(self.patterns, column, bins, self._included)
         cells = grouping.cells(self.patterns, () if by is None else (by,))
         values, ranges = cells.column(0) if by is not None else [None], len(edges) - 1
-        count, n = ranges * len(values), len(self._queries)
+        count, n = ranges * len(values), len(self._asked)
         columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), count))
         columns["from"] = np.tile(np.repeat(edges[:-1], len(values)), n)
         columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
@@ -214,7 +216,7 @@ class Spotlight:
         return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
     def __repr__(self) -> str:
-        n = len(self._queries)
+        n = len(self._asked)
         head = (
             f"Spotlight of layer {self.layer}: {n:,} {'query' if n == 1 else 'queries'} over "
             f"{len(self.rows):,} {self._memory.note or 'patterns'}"
@@ -222,23 +224,27 @@ class Spotlight:
         return f"{head}\n{self.top(5)}" if n <= 4 else f"{head}; .top(k) lists the strongest"
 
     def _query_column(self, queries: Any) -> dict[str, Any]:
-        return {} if len(self._queries) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
+        return {} if len(self._asked) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
 
     def _sums(self, codes: NDArray[np.int64], groups: int) -> dict[str, NDArray[Any]]:
         """Signed and absolute sums and counts of every group, query after query."""
-        if are_few(self._memory, self._queries):
+        if are_few(self._memory, self._asked):
             signed, absolute = sums_of_held(self._held, self._included, codes, groups)
         else:
-            signed, absolute = group_sums(
-                self._memory, self._queries, self._included, codes, groups
-            )
+            signed, absolute = group_sums(self._memory, self._asked, self._included, codes, groups)
             check_size(self._memory, absolute.numpy())
-        counts = np.bincount(codes[self.rows], minlength=groups)
+        counted = codes if self._included is None else codes[self._included]
+        counts = np.bincount(counted, minlength=groups)
         return {
             "sum": signed.reshape(-1).numpy(),
             "absolute": absolute.reshape(-1).numpy(),
-            "patterns": np.tile(counts, len(self._queries)),
+            "patterns": np.tile(counts, len(self._asked)),
         }
+
+    @cached_property
+    def _queries(self) -> Tensor:
+        """The queries in float64, [n, d_in]."""
+        return self._asked.double()
 
     @cached_property
     def _held(self) -> engine.Reals:
