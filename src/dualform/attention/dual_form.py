@@ -46,7 +46,13 @@ class DualForm:
     """
 
     def __init__(self, model: nn.Module | None, memory: Memory | str | Path) -> None:
-        self.memory = memory if not isinstance(memory, (str, Path)) else Memory.open(memory)
+        memory = Memory.open(memory) if isinstance(memory, (str, Path)) else memory
+        if not isinstance(memory, Memory):
+            raise QueryError(
+                f"DualForm was given {memory!r} as its memory; expected a recorded run: its path, "
+                'or df.Memory.open("RUN")'
+            )
+        self.memory = memory
         self.model = model
         if model is not None:
             asking.check_architecture(model, self.memory)
@@ -61,6 +67,11 @@ class DualForm:
     def is_masked(self) -> bool:
         """Whether `without` or `only` took something away."""
         return bool(self._view.masks)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The masks of this view, as they were asked for: `"without(task='fashion')"`."""
+        return tuple(str(mask) for mask in self._view.masks)
 
     def __call__(self, *inputs: Any, by: str = "weights", **kwargs: Any) -> Any:
         """The network's output, in eval mode, by `"weights"` (rebuilt) or by `"patterns"`.

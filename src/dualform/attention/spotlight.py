@@ -146,8 +146,7 @@ class Spotlight:
         Example:
             >>> spotlight.by_example()["example"][:3]                   # doctest: +SKIP
         """
-        if absolute not in ("before", "after"):
-            raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
+        check_absolute(absolute)
         cells = grouping.cells(self.patterns, (column,))
         sums = self._sums(cells.codes, len(cells.values))
         n = len(self._asked)
@@ -286,6 +285,13 @@ class Attention(Mapping[str, Spotlight]):
             for name, spot in self._spotlights.items()
         ]
         return "\n".join(["Attention, layer by layer:", *lines])
+
+
+def check_absolute(absolute: str) -> str:
+    """Whether absolute values are taken before or after summing, and nothing else."""
+    if absolute not in ("before", "after"):
+        raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
+    return absolute
 
 
 def check_k(k: int) -> int:
