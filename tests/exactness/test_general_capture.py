@@ -407,8 +407,72 @@ def test_queries_of_weights_without_a_module_are_read_from_the_graph(
     assert torch.allclose(literally, projected.flatten(0, 1), rtol=1e-12, atol=1e-12)
     assert {n: p.requires_grad for n, p in run.model.named_parameters()} == before
     assert dual.verify(inputs).passed
-    with pytest.raises(df.QueryError, match=r"'attn.in_proj' is rows of 'attn.in_proj_weight'"):
-        dual.contribute(inputs[:1], target=torch.ones(1, 3, 3), layer="attn.in_proj")
+
+
+class Returned(nn.Module):
+    """A weight used by a function, whose result is the network's."""
+
+    def __init__(self, use: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.fc, self.use = nn.Linear(8, 8), nn.Linear(8, 5), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.fc, torch.tanh(self.first(x)))
+
+
+ASKED: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "self-attention": (SelfAttention, "head"),
+    "self-attention, positions first": (lambda: SelfAttention(batch_first=False), "head"),
+    "cross-attention": (CrossAttention, None),
+    "bare parameters": (OwnMatrix, "weight"),
+} | {
+    name: (lambda use=USES[name]: Returned(use), last)
+    for name, last in [
+        ("F.linear", "fc"),
+        ("F.linear without the bias", "fc.weight"),
+        ("x @ W.T + b", "fc"),
+        ("W @ x", "fc.weight"),
+        ("rows of W", None),
+    ]
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_patterns_of_weights_without_a_module_contribute_to_a_new_input(
+    new_run: Any, certify: Any, case: str
+) -> None:
+    """Against G = d(target)/dW by plain autograd: Σ g·(W q) = ⟨G, W⟩, Σ (δ·g)(x·q) = δᵀGx."""
+    build, last = ASKED[case]
+    run = new_run(seeded(build), loss_of, torch.float64)
+    train(run)
+    memory = certify(run)
+    dual = df.DualForm(run.model, memory)
+    inputs = torch.randn(1, 3, 8, dtype=torch.float64)
+    twin = dual.to_model().eval()
+    aim = torch.randn(twin(inputs).shape, dtype=torch.float64)
+    value = (twin(inputs) * aim).sum()
+    value.backward()
+    for name in memory.layers:
+        layer = memory.layer(name)
+        split = dual.contribute(inputs, target=aim, layer=name)
+        total, values = 0.0, torch.zeros(layer.rows, dtype=torch.float64)
+        for parameter in filter(None, (layer.weight, layer.bias)):
+            own = twin.get_parameter(parameter)
+            rows, factors = layer.rows_of(parameter), dual._view.row_coefficients(layer, parameter)
+            assert own.grad is not None
+            assert factors is not None
+            total += float((own.grad * own.detach())[rows].sum())
+            written = layer.error_signals @ own.grad[rows]
+            written = written if parameter == layer.bias else (written * layer.keys).sum(1)
+            values += torch.from_numpy(factors) * written
+        assert split.first_order == (name != last)
+        assert abs(split.total - total) <= 1e-11
+        assert abs(split.residual) <= 1e-11
+        assert torch.allclose(split.values, values, rtol=0, atol=1e-12)
+    if last is not None:
+        whole = dual.contribute(inputs, target=aim)
+        assert whole.layer == last
+        assert abs(whole.total - value.item()) <= 1e-11
 
 
 def test_rows_of_a_shared_parameter_contribute_to_their_own_outputs_only(

@@ -2,8 +2,8 @@
 
 `dual_form.py` holds the verbs, `view.py` the network at a step under masks (`masks.py`),
 `routing.py` the view that each input chooses, `queries.py` how a test input becomes queries,
-`spotlight.py` and `contribution.py` the two readings, `verification.py` the certificate (with
-`tally.py` and the bounds of `rounding.py`).
+`spotlight.py` and `contribution.py` the two readings (of which output, `splitting.py`, `targets.py`
+and `used.py` say), `verification.py` the certificate (with `tally.py` and `rounding.py`'s bounds).
 
 Below them the engine: `engine.py` streams a layer's patterns, `grouping.py` puts them into groups;
 `weights.py` weighs a few queries exactly, `ranking.py` finds the strongest of many (with
