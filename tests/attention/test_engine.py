@@ -480,6 +480,23 @@ def test_a_pass_over_keys_that_are_stored_once_reports_its_progress_too() -> Non
         assert told[-1] == (world.distinct.rows, world.distinct.rows)
 
 
+def test_weighing_again_and_short_keys_report_their_progress(monkeypatch: Any) -> None:
+    choose(monkeypatch, "compiled, few")
+    world = World(torch.randn(10_000, 6), [100])
+    ask = torch.ones(1, 6, dtype=torch.float64)
+    short_keys.prepare(world.layer)
+    rows = np.arange(0, 10_000, 99)
+    for question in (
+        lambda: weights_room.pair_weights(world.layer, rows, ask, np.zeros_like(rows)),
+        lambda: short_keys.top(world.layer, ask, None, 3, "most"),
+    ):
+        told: list[tuple[int, int]] = []
+        with df.attention.reporting(lambda done, total, told=told: told.append((done, total))):
+            question()
+        assert told[0] == (0, 10_000)
+        assert told[-1] == (10_000, 10_000)
+
+
 @pytest.mark.parametrize("way", ["few", "plain"])
 def test_keys_that_are_not_finite_are_refused_by_name(monkeypatch: Any, way: str) -> None:
     choose(monkeypatch, way)
