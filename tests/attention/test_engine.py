@@ -14,7 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import dualform as df
-from dualform.attention import candidates, compiled, products, ranking, recurring, short_keys
+from dualform.attention import (
+    candidates,
+    compiled,
+    products,
+    ranking,
+    recurring,
+    short_keys,
+    visits,
+)
 from dualform.attention import group_sums as sums
 from dualform.attention import weights as weights_room
 from dualform.attention.grouping import Cells
@@ -202,6 +210,20 @@ def test_products_are_off_by_less_than_they_say(
             found = asked.times(0, len(queries), keys).double().numpy()
             found = found if scales is None else found * scales[low : low + block]
             assert (np.abs(found - exact[:, low : low + block]) <= asked.room[:, None]).all()
+
+
+def test_products_of_wide_keys_in_bfloat16_are_off_by_less_than_they_say(
+    monkeypatch: Any,
+) -> None:
+    choose(monkeypatch, "plain, coarse")
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(300, 5000, generator=generator).abs(), [])
+    queries = torch.randn(200, 5000, generator=generator, dtype=torch.float64).abs()
+    asked = products.products(world.layer, queries, None, coarse=True)
+    assert isinstance(asked, products.Coarse)
+    found = asked.times(0, 200, asked.rounded(world.keys)).double().numpy()
+    exact = np.ldexp((queries @ world.keys.double().T).numpy(), asked.scale[:, None])
+    assert (np.abs(found - exact) <= asked.room[:, None]).all()
 
 
 def test_products_in_bfloat16_leave_little_to_weigh_again(monkeypatch: Any) -> None:
@@ -412,17 +434,20 @@ class Distinct:
             yield low, self._keys[low : low + 7]
 
 
-@pytest.mark.parametrize("way", ["few", "plain", "compiled, few"])
+@pytest.mark.parametrize("way", ["few", "plain", "compiled, few", "compiled", "compiled, coarse"])
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(made=worlds(), k=st.integers(1, 130), sign=SIGNS)
+@given(made=worlds(), k=st.integers(1, 130), sign=SIGNS, saving=st.sampled_from([0, 1 << 62]))
 def test_a_memory_that_stores_recurring_keys_once_gives_the_same(
-    monkeypatch: Any, way: str, made: Any, k: int, sign: str
+    monkeypatch: Any, way: str, made: Any, k: int, sign: str, saving: int
 ) -> None:
     choose(monkeypatch, way)
+    monkeypatch.setattr(visits, "SAVING", saving)  # by different keys, and pattern by pattern
     world, queries, included, codes, groups = made
     world.distinct = Distinct(world.keys)
+    found = ranking.top_patterns(world.layer, queries, included, k, sign)
+    check_top(world, queries, included, None, 1, k, sign, found)
     cells = grouped(codes, groups)
     found = ranking.top_patterns(world.layer, queries, included, k, sign, cells)
     check_top(world, queries, included, codes, groups, k, sign, found)

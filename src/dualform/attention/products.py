@@ -71,7 +71,8 @@ def products(
     scaled = scales is not None
     if scales is not None:
         narrow = narrow and bool((scales < 1e30).all())
-    if coarse and narrow and layer.rows * len(queries) >= WORTH and is_native():
+    native = is_native() and torch.backends.mkldnn.enabled
+    if coarse and narrow and layer.rows * len(queries) >= WORTH and native:
         off = weights.rounding_to_bfloat16(layer)
         off, longest = (BFLOAT16, 1.001) if scaled else (off, longest)
         return Coarse(asked, scale.numpy(), off, longest)

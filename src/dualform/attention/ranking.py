@@ -3,7 +3,8 @@
 A few queries: every weight is computed in float64 (`weights.py`), and the best are picked out. Many
 queries: blocks of keys are multiplied with all of them, as fast as the machine can, and compared
 with one limit per query and group (`candidates.py`). One query, where short copies of the
-keys have been prepared: these say what cannot be among the best (`short_keys.py`).
+keys have been prepared: these say what cannot be among the best (`short_keys.py`). Keys that are
+stored once are ranked once (`visits.py`).
 
 Why it is hard: the last digits of a matrix product depend on where a row sits in a block. Yet
 identical keys must tie exactly, the earlier pattern first. So limits leave room for everything that
@@ -14,7 +15,7 @@ equal keys give equal bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from dualform.attention.candidates import (
 from dualform.attention.compiled import Kernels, kernels
 from dualform.attention.grouping import Cells
 from dualform.attention.products import products
+from dualform.attention.visits import Visits, recur
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory
 
@@ -115,11 +117,17 @@ def top_patterns(
     codes, groups = (None, 1) if cells is None else (cells.codes, max(1, len(cells.values)))
     per_query = groups * min(2 * k + 64, max(1, layer.rows))
     at_once = max(1, LISTED // per_query)
-    parts = []
+    parts, visits = [], Visits(layer, included, codes, groups) if recur(layer) else None
     for low in range(0, len(queries), at_once):
         some = queries[low : low + at_once]
-        found = _collect(layer, some, included, k, sign, codes, groups, scales, block)
-        part = _settle(layer, some, *found, k, sign, groups, scales)
+        if visits is not None:
+            part = _of_visits(layer, some, visits, k, sign, groups, scales, block)
+        else:
+            # Keys grow while a network learns: with the longest first, most never reach a limit.
+            longest_first = weights.norms(layer) if scales is None else None
+            blocks = engine.key_blocks(layer, included, block, longest_first)
+            found = _collect(layer, some, blocks, k, sign, codes, groups, scales)
+            part = _settle(layer, some, *found, k, sign, groups, scales)
         parts.append(part._replace(query=part.query + low))
     return _joined(parts)
 
@@ -188,15 +196,17 @@ def _of_held(
 def _collect(
     layer: LayerMemory,
     queries: Tensor,
-    included: NDArray[np.bool_] | None,
+    blocks: Iterable[tuple[engine.Rows, Tensor]],
     k: int,
     sign: str,
     codes: NDArray[np.int64] | None,
     groups: int,
     scales: engine.Reals | None,
-    block: int,
 ) -> tuple[NDArray[np.int64], engine.Rows]:
-    """One pass over all patterns: the cells and rows of what may be among the best."""
+    """One pass over all patterns (or entries): cells and rows of what may be among the best.
+
+    `codes` and `scales` are those of the rows that the blocks name.
+    """
     fast = kernels(layer)
     directed = -queries if sign == "least" else queries
     # many groups leave much to be weighed again, which pays only by compiled loops
@@ -209,9 +219,7 @@ def _collect(
     else:
         as_numpy = np.float32 if asked.dtype == torch.float32 else np.float64
         candidates = PlainCandidates(groups, k, asked.room, as_numpy)
-    # Keys grow while a network learns: the longest first, and most others never reach a limit.
-    longest_first = weights.norms(layer) if scales is None else None
-    for rows, keys in engine.key_blocks(layer, included, block, longest_first):
+    for rows, keys in blocks:
         inside = rows if codes is None else codes[rows]
         rounded = asked.rounded(keys)
         for first in range(0, len(queries), QUERIES_AT_ONCE):
@@ -240,6 +248,46 @@ def _weigher(fast: Kernels, queries: Tensor, sign: str, scales: engine.Reals | N
         return ranked
 
     return weigh
+
+
+def _of_visits(
+    layer: LayerMemory,
+    queries: Tensor,
+    visits: Visits,
+    k: int,
+    sign: str,
+    groups: int,
+    scales: engine.Reals | None,
+    block: int,
+) -> Ranked:
+    """The same where keys recur: different keys are ranked, and the patterns of the best listed."""
+    scaled = None if scales is None else scales[visits.first]
+    blocks, codes = visits.blocks(block), None if groups == 1 else visits.codes
+    cells, entries = _collect(layer, queries, blocks, k, sign, codes, groups, scaled)
+    by_key = np.argsort(entries, kind="stable")
+    cells, entries = cells[by_key], entries[by_key]
+    exact = weights.pair_weights(
+        layer, visits.number[entries], queries, cells // groups, of_distinct=True
+    )
+    exact = exact if scaled is None else exact * scaled[entries]
+    ranked = order(sign)(exact)
+    best = np.lexsort((-ranked, cells))
+    cells, entries, exact, ranked = cells[best], entries[best], exact[best], ranked[best]
+    # enough entries to have k patterns, and those that tie with the last of them
+    counts = visits.counts[entries]
+    first = np.searchsorted(cells, cells)  # of each entry's cell
+    before = np.cumsum(counts) - counts
+    needed = before - before[first] < k
+    last = np.full(len(queries) * groups, np.inf)
+    np.minimum.at(last, cells[needed], ranked[needed])
+    kept = ranked >= last[cells]
+    rows, counts = visits.patterns(entries[kept]), counts[kept]
+    cells, exact, ranked = (np.repeat(of[kept], counts) for of in (cells, exact, ranked))
+    listed = np.lexsort((rows, -ranked, cells))
+    rank = np.arange(len(cells)) - np.searchsorted(cells, cells)
+    listed, rank = listed[rank < k], rank[rank < k]
+    cells = cells[listed]
+    return Ranked(cells // groups, cells % groups, rank, rows[listed], exact[listed])
 
 
 def _settle(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,29 +138,54 @@ def spread(work: Callable[[Item], None], items: Iterable[Item], threads: int) ->
 
 
 def pair_weights(
-    layer: LayerMemory, rows: engine.Rows, queries: Tensor, which: NDArray[np.int64]
+    layer: LayerMemory,
+    rows: engine.Rows,
+    queries: Tensor,
+    which: NDArray[np.int64],
+    *,
+    of_distinct: bool = False,
 ) -> engine.Reals:
-    """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read."""
+    """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read.
+
+    `of_distinct`: rows are numbers of different keys, not of patterns.
+    """
     out = np.zeros(len(rows))
     fast = kernels(layer)
     asked = np.ascontiguousarray(queries.numpy())
     buffers, room = threading.local(), engine.Buffer(torch.float64)
-    for part in engine.reported(layer.blocks(_size(layer), error_signals=False), layer.rows):
-        low, high = np.searchsorted(rows, (part.start, part.start + part.rows))
+    for start, size, read in _parts(layer, of_distinct):
+        low, high = np.searchsorted(rows, (start, start + size))
         if low == high:
             continue
-        keys = engine.keys_of(part)
-        inside, query = rows[low:high] - part.start, which[low:high]
+        keys = read()
+        inside, query = rows[low:high] - start, which[low:high]
         if fast is not None:
             fast.pair_weights(_array(keys, buffers), inside, asked, query, out[low:high])
             continue
         step = max(1, NEAR // layer.in_features)
-        for start in range(0, len(inside), step):
-            some = slice(start, start + step)
+        for first in range(0, len(inside), step):
+            some = slice(first, first + step)
             chosen = torch.index_select(keys, 0, torch.from_numpy(inside[some]))
             wide = room.converted(chosen).numpy()  # 16 bits widen exactly
             _dots(wide, asked[query[some]], out[low:high][some])
     return out
+
+
+def _parts(
+    layer: LayerMemory, of_distinct: bool
+) -> Iterator[tuple[int, int, Callable[[], Tensor]]]:
+    """Where each block begins, how many rows it has, and its keys, read only if asked for."""
+    if of_distinct:
+        assert layer.distinct is not None
+        for start, keys in engine.distinct_blocks(layer.distinct, _size(layer)):
+            yield start, len(keys), partial(_itself, keys)
+        return
+    for part in engine.reported(layer.blocks(_size(layer), error_signals=False), layer.rows):
+        yield part.start, part.rows, partial(engine.keys_of, part)
+
+
+def _itself(keys: Tensor) -> Tensor:
+    return keys
 
 
 def _by_pairs(fast: Kernels, keys: NDArray[Any], queries: engine.Reals, out: engine.Reals) -> None:
