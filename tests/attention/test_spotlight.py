@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dualform as df
-from dualform.attention import ranking
+from dualform.attention import buckets, engine, ranking
+from dualform.attention import weights as weights_room
 
 
 def brute(run: Any, layer: str, queries: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -165,6 +166,45 @@ def test_text_columns_group_too(run: Any) -> None:
     table = run.dual.attend(run.inputs[:1])["fc1"].sum_by("task")
     assert table["task"].tolist() == ["first", "second"]
     assert table["patterns"].tolist() == [120, 120]
+
+
+@pytest.mark.parametrize("at", [30, 17])
+@pytest.mark.parametrize("by", [None, "label"])
+def test_a_timeline_of_other_ranges_reads_only_what_their_ends_cut(
+    run: Any, monkeypatch: pytest.MonkeyPatch, by: str | None, at: int
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKETS", 16)  # of two steps each
+    monkeypatch.setattr(weights_room, "FEW", 0)
+    read: list[int] = []
+    blocks = engine.key_blocks
+
+    def counted(*args: Any) -> Any:
+        for rows, keys in blocks(*args):
+            read.append(len(rows))
+            yield rows, keys
+
+    monkeypatch.setattr(engine, "key_blocks", counted)
+    dual = run.dual.at(at)
+    spotlight = dual.attend(run.inputs[:5])["fc2"]
+    weights = spotlight.weights.numpy()
+    patterns = run.memory.layer("fc2").patterns
+    steps, labels = patterns["step"][spotlight.rows], patterns["label"][spotlight.rows]
+    passes = []
+    for bins in (4, 3, 1, 4):
+        read.clear()
+        table = spotlight.over("step", bins=bins, by=by)
+        passes.append(sum(read))
+        for i in range(len(table["sum"])):
+            here = (steps >= table["from"][i]) & (steps < table["to"][i])
+            here &= True if by is None else labels == table["label"][i]
+            expected = weights[table["query"][i], here]
+            assert abs(table["sum"][i] - expected.sum()) <= 1e-11
+            assert abs(table["absolute"][i] - np.abs(expected).sum()) <= 1e-11
+            assert table["patterns"][i] == here.sum()
+    first, other, whole, again = passes
+    assert first >= 8 * at  # all of it once
+    assert other <= 2 * 16  # at most two buckets are cut
+    assert whole == again == 0
 
 
 def test_the_timeline_adds_up_to_the_whole(run: Any) -> None:

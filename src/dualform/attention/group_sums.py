@@ -11,6 +11,7 @@ A table takes one pass over the keys and is then kept (`tables.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ MANY_GROUPS = 64
 """Groups from which on rows are added one by one instead of by a matrix product."""
 
 
+Build = Callable[[], dict[str, Tensor]]
+
+
 class KeySums(NamedTuple):
     """Σ x over each group [groups, d_in], float64; whether no key has a negative entry."""
 
@@ -52,17 +56,19 @@ def group_sums(
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
+    build: Build | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ α and Σ |α| over the patterns of each group: [n, groups] twice, float64.
 
-    Queries may be of any precision: they are widened a few at a time.
+    Queries may be of any precision: they are widened a few at a time. `build` is a shorter way to
+    the table of key sums, if there is one.
     """
     if layer.kind == "embedding":
         counts = _token_counts(layer, queries, included, codes, groups)
         return counts, counts
     if groups * layer.in_features * 8 > LARGEST_TABLE:
         return _streamed(layer, queries.double(), included, codes, groups)
-    table = key_sums(layer, included, codes, groups)
+    table = key_sums(layer, included, codes, groups, build)
     signed = torch.empty(len(queries), groups, dtype=torch.float64)
     mixed = torch.ones(len(queries), dtype=torch.bool)
     room = engine.Buffer(torch.float64)
@@ -98,10 +104,11 @@ def key_sums(
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
+    build: Build | None = None,
 ) -> KeySums:
     """The table of key sums of these groups, built in one pass or taken from those kept."""
     about = f"key sums of {groups} groups {_digest(included, codes, groups)}"
-    table = kept(layer, about, lambda: _build(layer, included, codes, groups))
+    table = kept(layer, about, build or (lambda: build_sums(layer, included, codes, groups)))
     return KeySums(table["sums"], not bool(table["negative"]))
 
 
@@ -112,12 +119,13 @@ def _digest(included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups
     return digest.hexdigest()
 
 
-def _build(
+def build_sums(
     layer: LayerMemory,
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
 ) -> dict[str, Tensor]:
+    """The table of key sums, in one pass over the patterns that are included."""
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
     if layer.distinct is not None and layer.distinct.rows * groups <= MOST_COUNTS:
         return _build_from_distinct(layer, included, codes, sums)

@@ -12,7 +12,7 @@ only `Spotlight.weights` holds them; everything else streams.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, grouping, ranking, short_keys
-from dualform.attention.group_sums import group_sums, sums_of_held
+from dualform.attention import buckets, engine, grouping, ranking, short_keys
+from dualform.attention.group_sums import Build, group_sums, sums_of_held
 from dualform.attention.weights import all_weights, are_few, check_size
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
@@ -211,7 +211,11 @@ class Spotlight:
         columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
         if by is not None:
             columns[beside(by, OWN)] = values * (ranges * n)
-        columns |= self._sums(bin_of * len(values) + cells.codes, count)
+        build: Build | None = None
+        if column == "step" and buckets.are_worth_having(self._memory, ranges, len(values)):
+            where = self._memory, self._included, bin_of, ranges, cells.codes, len(values)
+            build = partial(buckets.from_buckets, *where)
+        columns |= self._sums(bin_of * len(values) + cells.codes, count, build)
         return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
     def __repr__(self) -> str:
@@ -225,12 +229,16 @@ class Spotlight:
     def _query_column(self, queries: Any) -> dict[str, Any]:
         return {} if len(self._asked) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
 
-    def _sums(self, codes: NDArray[np.int64], groups: int) -> dict[str, NDArray[Any]]:
+    def _sums(
+        self, codes: NDArray[np.int64], groups: int, build: Build | None = None
+    ) -> dict[str, NDArray[Any]]:
         """Signed and absolute sums and counts of every group, query after query."""
         if are_few(self._memory, self._asked):
             signed, absolute = sums_of_held(self._held, self._included, codes, groups)
         else:
-            signed, absolute = group_sums(self._memory, self._asked, self._included, codes, groups)
+            signed, absolute = group_sums(
+                self._memory, self._asked, self._included, codes, groups, build
+            )
             check_size(self._memory, absolute.numpy())
         counted = codes if self._included is None else codes[self._included]
         counts = np.bincount(counted, minlength=groups)
