@@ -100,7 +100,7 @@ class LayerMemory:
         self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)
         self._segments = [s for s in segments if s.rows(layer.name)]
-        self._mapped: dict[tuple[int, str], Callable[[int, int], Tensor]] = {}
+        self._mapped: dict[tuple[Segment, str], Tensor] = {}
 
     def rows_of(self, parameter: str) -> slice:
         """Which rows of its weight (or entries of its bias) the layer uses: all, or a part."""
@@ -153,10 +153,10 @@ class LayerMemory:
         if error_signals:
             self.need_error_signals("reading them (error_signals=False reads keys alone)")
         start = 0
-        for number, segment in enumerate(self._segments):
+        for segment in self._segments:
             rows = segment.rows(self.name)
-            all_keys = self._read(number, "keys") if keys else None
-            all_signals = self._read(number, "error_signals") if error_signals else None
+            all_keys = self._tensor(segment, "keys") if keys else None
+            all_signals = self._tensor(segment, "error_signals") if error_signals else None
             for low in range(0, rows, size):
                 high = min(rows, low + size)
                 parts = (
@@ -166,22 +166,15 @@ class LayerMemory:
                 yield Block(start + low, high - low, *parts)
             start += rows
 
-    def _read(self, number: int, kind: str) -> Callable[[int, int], Tensor]:
-        """The same as `_tensor`, found once: tensors are only mapped, and cost nothing to keep."""
-        if (number, kind) not in self._mapped:
-            self._mapped[number, kind] = self._tensor(self._segments[number], kind)
-        return self._mapped[number, kind]
-
     def _tensor(self, segment: Segment, kind: str) -> Callable[[int, int], Tensor]:
         """A segment's keys or error signals, to be read from row to row."""
         if kind == "keys" and self.kind == "embedding":
             tokens = segment.tokens(self.name, self.in_features)
             return lambda low, high: tokens[low:high]
-        width = self.in_features if kind == "keys" else self.out_features
         if kind == "keys" and segment.references(self.name) is not None:
             numbers = self.recurring.of_segment(segment)
             return lambda low, high: self.recurring.take(numbers[low:high])
-        stored = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
+        stored = self._stored(segment, kind)
         if stored.dtype == self.dtype:
             return lambda low, high: stored[low:high]
         if kind == "keys" or stored.dtype != torch.float16:
@@ -193,6 +186,14 @@ class LayerMemory:
             return stored[low:high].to(self.dtype) * scale
 
         return read
+
+    def _stored(self, segment: Segment, kind: str) -> Tensor:
+        """As it lies on disk, looked up once: tensors are only mapped, and cost nothing to keep."""
+        if (segment, kind) not in self._mapped:
+            width = self.in_features if kind == "keys" else self.out_features
+            found = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
+            self._mapped[segment, kind] = found
+        return self._mapped[segment, kind]
 
     @cached_property
     def recurring(self) -> DistinctKeys:
