@@ -433,6 +433,10 @@ ASKED: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
         ("x @ W.T + b", "fc"),
         ("W @ x", "fc.weight"),
         ("rows of W", None),
+        ("einsum and a bias", "fc"),
+        ("bmm and a bias", "fc"),
+        ("bmm, the weight first", "fc.weight"),
+        ("W times a vector", None),
     ]
 }
 

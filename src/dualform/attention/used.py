@@ -121,7 +121,7 @@ class Uses:
         width = next(la.out_features for la in self._layers if la.name == layer)
         if slope is None:  # nothing of it reaches the value
             return torch.zeros(len(found.rows), width, dtype=found.rows.dtype)
-        slope = slope.T if found.use.flipped else slope
+        slope = slope.mT if found.use.flipped else slope
         return found.ordered(slope.reshape(len(found.rows), width))
 
     def output(self, layer: LayerMemory, rows: Tensor) -> Tensor:
