@@ -558,7 +558,7 @@ def test_a_weight_used_in_a_way_without_patterns_is_accounted_for_step_by_step(
             self.fc = nn.Linear(6, 3)
 
         def forward(self, inputs: Tensor) -> Tensor:
-            return torch.einsum("bi,oi->bo", inputs, self.fc.weight) + self.fc.bias
+            return torch.einsum("bi,oi->ob", inputs, self.fc.weight).T + self.fc.bias
 
     model = Functional()
     optimizer = SGD(model.parameters(), lr=0.1)
