@@ -80,6 +80,41 @@ def test_an_input_changed_amid_the_backward_pass_is_refused(
     assert not clerks()
 
 
+def test_a_batch_may_be_filled_anew_as_soon_as_a_backward_pass_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = network(), torch.ones(5, 6, dtype=torch.float64)
+    optimizer, filled, give = sgd(model), threading.Event(), room.Clerk.give
+
+    def when_it_is_filled(clerk: Clerk, work: Callable[..., None], *args: Any) -> None:
+        def late(*args: Any) -> None:
+            if isinstance(args[1], Tensor):
+                assert filled.wait(60)
+            work(*args)
+
+        give(clerk, late, *args)
+
+    def break_off(_: Tensor) -> None:
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(room.Clerk, "give", when_it_is_filled)
+    with df.record(model, optimizer, tmp_path / "run") as recorder:
+        hidden = model[0](batch)
+        output = model[2](hidden)
+        hidden.register_hook(break_off)
+        with pytest.raises(ValueError, match="out of memory"):
+            (output.square().mean() + model[0](batch).square().mean()).backward()
+        batch.normal_(generator=torch.Generator().manual_seed(1))
+        filled.set()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        assert recorder.exact
+    memory = df.Memory.open(tmp_path / "run")
+    assert torch.equal(memory.layer("0").keys, batch)
+    assert df.DualForm(model, memory).verify(batch).passed
+
+
 def test_a_tag_that_does_not_fit_is_an_error_of_the_backward_pass(tmp_path: Path) -> None:
     model = network()
     with (

@@ -8,6 +8,8 @@ copied at once: what is computed there is in order only with the thread that com
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -40,9 +42,10 @@ class Intake:
         self._gradients = Gradients(parameters, sink, clerk)
         self._backwards: dict[int, int] = {}
         self._awaited = -1  # the backward pass that will not return before the clerk is done
+        self._changed: dict[int, str] = {}  # backward passes whose tensors were, and what to say
 
     def next_step(self) -> None:
-        self._backwards = {}
+        self._backwards, self._changed = {}, {}
         self._gradients.next_step()
 
     def take(
@@ -82,9 +85,10 @@ class Intake:
         on_cpu = keys.is_cpu and error_signals.is_cpu
         if on_cpu and self._clerk.is_for(keys.numel() + error_signals.numel()):
             if self._awaited != backward:
-                Variable._execution_engine.queue_callback(self._clerk.wait)
+                Variable._execution_engine.queue_callback(partial(self._end, backward))
                 self._awaited = backward
-            self._clerk.give(self._keep, *patterns, (keys._version, error_signals._version))
+            versions = keys._version, error_signals._version
+            self._clerk.give(self._keep_later, *patterns, backward, versions)
         else:
             self._clerk.wait()
             self._keep(*patterns)
@@ -111,22 +115,47 @@ class Intake:
         visit: Visit,
         trained: list[Watched],
         anew: list[Watched],
-        versions: tuple[int, int] | None = None,
+        *,
+        later: bool = True,
     ) -> None:
         """Copy the patterns, and tell the audits of them."""
         forget(anew, visit.step)
         kept = self._sink.append(layer, keys, error_signals, visit)
-        if versions is not None and versions != (keys._version, error_signals._version):
-            raise RecordingError(
+        if audits := {w.name: w.audit for w in trained if w.resolved}:
+            rows = Rows(visit.step, *kept, layer)
+            weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
+            self._parameters.audits.see(weight, bias, keys, error_signals, rows, later=later)
+
+    def _keep_later(
+        self,
+        layer: Layer,
+        keys: Tensor,
+        error_signals: Tensor,
+        visit: Visit,
+        trained: list[Watched],
+        anew: list[Watched],
+        backward: int,
+        versions: tuple[int, int],
+    ) -> None:
+        """The same on the clerk's thread: were the tensors left alone meanwhile?"""
+        self._keep(layer, keys, error_signals, visit, trained, anew, later=False)
+        if versions != (keys._version, error_signals._version):
+            self._changed[backward] = (
                 f"layer {layer.name!r}: its input or its error signal was changed in place during "
                 f"the backward pass of step {visit.step}, while it was being copied (by a hook?); "
                 "patterns are read until backward() returns: change tensors after it"
             )
-        if audits := {w.name: w.audit for w in trained if w.resolved}:
-            rows = Rows(visit.step, *kept, layer)
-            weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
-            here = versions is None
-            self._parameters.audits.see(weight, bias, keys, error_signals, rows, later=here)
+
+    def _end(self, backward: int) -> None:
+        """A backward pass is about to return.
+
+        One that was broken off by an exception never gets here: its tensors are the loop's again
+        at once. If its gradients are used after all, the audit looks at what was copied.
+        """
+        self._clerk.wait()
+        message = self._changed.pop(backward, None)
+        if message is not None:
+            raise RecordingError(message)
 
 
 def forget(anew: list[Watched], step: int) -> None:
