@@ -23,8 +23,9 @@ WHOLE = (1 << 63) - 1
 class Part:
     """Some rows of a parameter, as the graph knows them.
 
-    `dims` says what each dimension is: "r" rows, "c" columns, "1" a single one, "b" copies. A "?"
-    in front: only the order is known, there may be more dimensions of length 1.
+    `dims` says what each dimension is: "r" rows, "c" columns, "1" a single one. A "b" in front:
+    copies of it, in any number of dimensions, or none. A "?" in front: as it was before
+    a reshape, of which only the order is known.
     """
 
     parameter: str
@@ -55,6 +56,8 @@ def viewed(node: Node, number: int, part: Part) -> Part | None:
     """What a view (its output of that number) makes of a part; None if it is not rows of it."""
     if part.dims.startswith("?") and node.name() not in SAME:
         return None
+    if part.dims.startswith("b") and not (node.name() in SAME or _flips_copies(node)):
+        return None
     return VIEWS[node.name()](node, number, part)
 
 
@@ -65,6 +68,16 @@ def signed(number: int) -> int:
 
 def dim_of(dim: int, part: Part) -> int:
     return signed(int(dim)) % len(part.dims)
+
+
+def _flips_copies(node: Any) -> bool:
+    """Whether a view of copies transposes each of them, of however many dimensions they are."""
+    if node.name() == "PermuteBackward0":
+        return [signed(int(d)) % 3 for d in node._saved_dims] == [0, 2, 1]
+    if node.name() != "TransposeBackward0":
+        return False
+    dims = {signed(int(node._saved_dim0)), signed(int(node._saved_dim1))}
+    return dims in ({1, 2}, {-1, -2})  # (0, 1) is something else if nothing was put in front
 
 
 def _flip(node: Any, number: int, part: Part) -> Part:
@@ -94,13 +107,16 @@ def _squeeze(node: Any, number: int, part: Part) -> Part | None:
     return part if node._saved_self_sym_sizes[place] != 1 else None
 
 
-def _reshape(node: Any, number: int, part: Part) -> Part | None:
-    return None if "b" in part.dims else replace(part, dims="?" + part.order)
+def _reshape(node: Any, number: int, part: Part) -> Part:
+    return replace(part, dims="?" + part.dims)
 
 
 def _expand(node: Any, number: int, part: Part) -> Part | None:
+    """Copies; a single row or column may have been repeated itself, which the node does not say."""
     kept = part.dims.lstrip("1")
-    return None if part.is_vector or "1" in kept or "b" in kept else replace(part, dims="b" + kept)
+    if kept not in ("rc", "cr") or 1 in node._saved_self_sym_sizes[-2:]:
+        return None
+    return replace(part, dims="b" + kept)
 
 
 def _split(node: Any, number: int, part: Part) -> Part | None:
@@ -128,7 +144,7 @@ def _rows(node: Any, part: Part, start: int, stop: int) -> Part | None:
     if part.dims[dim_of(node._saved_dim, part)] != "r":
         return None
     stop = min(part.start + stop, part.stop)
-    if part.start + start > stop:
+    if part.start + start >= stop:
         return None
     return replace(part, start=part.start + start, stop=stop)
 

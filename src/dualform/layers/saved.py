@@ -56,6 +56,11 @@ class Saved:
         """How long the rows are; None if they are not at hand."""
         return None if self._tensor is None else self._tensor.shape[-2 if self._flipped else -1]
 
+    @property
+    def batch(self) -> int | None:
+        """Of how many matrices they are the rows; None if they are not at hand."""
+        return None if self._tensor is None else self._tensor.shape[:-2].numel()
+
     def read(self) -> Tensor:
         """The rows; from a checkpoint inside a backward pass, or at the cost of running it."""
         tensor = self._brought() if self._tensor is None else self._tensor

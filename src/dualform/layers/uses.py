@@ -40,8 +40,13 @@ PRODUCTS = {
     ("BmmBackward0", 1): ("self", False),
     ("BmmBackward0", 0): ("mat2", True),
     ("MvBackward0", 0): ("vec", False),
+    ("DotBackward0", 0): ("tensor", False),
+    ("DotBackward0", 1): ("self", False),
 }
 """Nodes that multiply, and as which of their inputs a weight: where the key is, if as columns."""
+
+BARE = frozenset({"MmBackward0", "BmmBackward0", "DotBackward0"})
+"""Those to which a bias may be added afterwards."""
 
 Leaves = Mapping[Node, tuple[str, tuple[int, ...]]]
 """Parameters at the ends of a graph: their nodes, with name and shape."""
@@ -179,7 +184,11 @@ class Graph:
         saved, flipped = PRODUCTS[name, slot]
         key = Saved.by(node, saved, flipped=flipped)
         first = slot == 0  # the weight comes first: W x
+        if name == "DotBackward0" and 1 not in part.sizes(columns):
+            return None  # only what torch.tensordot makes of one input and one output
         if part.dims.startswith("?") and key.width != part.sizes(columns)[1 if first else 0]:
+            return None
+        if not _is_whole_in(name, part, key):
             return None
         bias: Part | None = None
         edges: list[Edge] = [(node, slot)]
@@ -191,10 +200,10 @@ class Graph:
         linear = part.transposed is not first
         unfolded, end = None if first else self._only_user(node, UNFOLDED), node
         if name == "BmmBackward0" and "b" not in part.dims:  # the one batch is torch.einsum's
-            unfolded = None if first else self._unfolded(node)
+            unfolded = None if first else self._unfolded(node, part)
             if unfolded is None:
                 return None
-        if bias is None and name in ("MmBackward0", "BmmBackward0") and not first:
+        if bias is None and name in BARE and not first:
             top = node if unfolded is None else unfolded
             bias, edge = self._added(top, leaves)
             if edge is not None:
@@ -206,11 +215,13 @@ class Graph:
         kind = "linear" if linear else "transposed"
         return Use(kind, part, bias, node, end, unfolded, key, flipped, tuple(edges))
 
-    def _unfolded(self, node: Node) -> Node | None:
+    def _unfolded(self, node: Node, part: Part) -> Node | None:
         """The node by which `torch.einsum` gives its result, if its rows are in the input's order.
 
         It unfolds the rows, permutes dimensions, and drops those of length 1.
         """
+        if not _gives_rows(node, part):
+            return None
         top = self._only_user(node, UNFOLDED)
         permuted: Any = None if top is None else self._only_user(top, ("PermuteBackward0",))
         if permuted is None:
@@ -239,8 +250,36 @@ class Graph:
         return None, None
 
 
+def _is_whole_in(product: str, part: Part, key: Saved) -> bool:
+    """Whether a product multiplies with the part as a whole: each matrix of a batch with all of it.
+
+    A batch may also be its rows, one by one: `torch.einsum("od,nod->no", weight, input)`.
+    """
+    if product != "BmmBackward0":
+        return not part.dims.startswith("b")
+    if part.dims.startswith("?"):
+        return key.batch == 1
+    return part.dims[0] in "b1" and len(part.dims) == 3
+
+
+def _gives_rows(node: Node, part: Part) -> bool:
+    """Whether outputs are the last dimension of what `torch.einsum` gives, whatever the input.
+
+    One that comes after them may be of length 1 now, and longer in another step. The weight's own
+    dimensions tell: einsum brings them to the order of the result, those it sums over last.
+    """
+    reshaped = node.next_functions[1][0]
+    permuted: Any = None if reshaped is None else reshaped.next_functions[0][0]
+    if not part.dims.startswith("?") or permuted is None or permuted.name() != "PermuteBackward0":
+        return True
+    order = [signed(int(d)) % len(permuted._saved_dims) for d in permuted._saved_dims]
+    dims = dict(zip(order, part.dims[1:], strict=True))
+    kept, summed = ("r", "c") if part.transposed else ("c", "r")
+    return "".join(dims[i] for i in sorted(dims)).find(kept + summed) >= 0
+
+
 def _look_up(node: Any, slot: int, part: Part) -> Use | None:
-    if slot or part.transposed or node._saved_sparse or node._saved_scale_grad_by_freq:
+    if slot or part.dims != "rc" or node._saved_sparse or node._saved_scale_grad_by_freq:
         return None
     tokens, padding = Saved.by(node, "indices", tokens=True), signed(node._saved_padding_idx)
     edges = ((node, 0),)
@@ -252,7 +291,7 @@ def _indexed(node: Any, slot: int, part: Part) -> Use | None:
     name = "indices" if node.name() == "IndexBackward0" else "index"
     raw = getattr(node, f"_raw_saved_{name}")
     several = raw if isinstance(raw, tuple) else (raw,)
-    if slot or part.transposed or len(several) != 1 or several[0].unpack_hook is not None:
+    if slot or part.dims != "rc" or len(several) != 1 or several[0].unpack_hook is not None:
         return None
     index = getattr(node, f"_saved_{name}")
     index = index[0] if isinstance(index, tuple) else index

@@ -178,7 +178,9 @@ class GraphCapture:
         shape: list[tuple[int, ...]] = []
 
         def unfold(error_signals: tuple[Tensor | None, ...]) -> None:
-            if error_signals[0] is not None and error_signals[0].shape[-1] == layer.out_features:
+            if error_signals[0] is not None and error_signals[0].shape[-1:] == (
+                layer.out_features,
+            ):
                 shape[:] = [tuple(error_signals[0].shape[:-1])]
 
         def backward(error_signals: tuple[Tensor | None, ...]) -> None:

@@ -1,0 +1,103 @@
+"""Products that look like those of a layer at first sight: other sizes tell that they are not.
+
+A weight that is square, or an input with one row, fits where it does not belong. Whatever becomes
+of such a use, patterns or a sum over steps, training goes on and the weights are accounted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import dualform as df
+
+pytestmark = pytest.mark.filterwarnings("ignore:dualform. 'weight'")
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+class Functional(nn.Module):
+    def __init__(self, product: Product, rows: int, columns: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).double())
+        self.product = product
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.product(inputs, self.weight)
+
+
+def recorded(
+    product: Product, weight: tuple[int, int], sizes: list[tuple[int, ...]], path: Path
+) -> df.Memory:
+    """Train with inputs of these sizes, one after the other; every step is accounted for."""
+    generator = torch.Generator().manual_seed(5)
+    model = Functional(product, *weight)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with df.record(model, optimizer, path) as recorder:
+        for size in sizes:
+            recorder.tag(example=list(range(size[0])))
+            inputs = torch.randn(size, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            model(inputs).tanh().square().sum().backward()
+            optimizer.step()
+    memory = df.Memory.open(path)
+    rebuilt = df.DualForm(Functional(product, *weight), memory).weights()["weight"]
+    assert memory.exact
+    assert torch.allclose(rebuilt, model.weight.detach(), rtol=0, atol=1e-12)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("product", "weight", "size"),
+    [
+        (lambda x, w: torch.einsum("nod,od->no", x, w), (3, 3), (4, 3, 3)),
+        (lambda x, w: torch.einsum("oihb,oi->o", x, w), (2, 2), (2, 2, 3, 3)),
+        (lambda x, w: torch.bmm(x, w.view(2, 2, 2)).view(-1, 2), (2, 4), (2, 5, 2)),
+        (lambda x, w: torch.bmm(x, w.unsqueeze(1)).view(-1, 3), (3, 3), (3, 5, 1)),
+        (lambda x, w: x @ w.expand(3, 3).transpose(0, 1), (3, 3), (5, 3)),
+        (lambda x, w: x @ w.expand(3, 3).permute(1, 0), (3, 3), (5, 3)),
+        (lambda x, w: x @ w[1:2].expand(3, 4), (2, 4), (5, 3)),
+        (lambda x, w: w.unsqueeze(0)[torch.zeros(3, dtype=torch.int64)] * x.sum(), (3, 3), (3, 1)),
+        (lambda x, w: w.expand(3, 3, 2)[torch.tensor([0, 2, 1])] * x.sum(), (3, 2), (3, 1)),
+        (lambda x, w: x @ w[3:].T, (3, 4), (5, 4)),
+    ],
+)
+def test_a_product_that_only_looks_like_a_layer_is_accounted_for_by_steps(
+    product: Product, weight: tuple[int, int], size: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert recorded(product, weight, [size] * 3, tmp_path / "run").layers == ()
+
+
+@pytest.mark.parametrize(
+    ("product", "weight"),
+    [
+        (lambda x, w: torch.tensordot(x, w, ([2], [1])), (1, 3)),
+        (lambda x, w: torch.tensordot(x, w, ([2], [0])), (3, 1)),
+        (lambda x, w: torch.einsum("bld,ed->ble", x, w), (3, 3)),
+        (lambda x, w: torch.bmm(x, w.T.expand(len(x), 3, 3)), (3, 3)),
+        (lambda x, w: torch.bmm(x, w.expand(len(x), 3, 3).transpose(1, 2)), (3, 3)),
+        (lambda x, w: torch.bmm(x, w.expand(len(x), 3, 3).mT), (3, 3)),
+    ],
+)
+def test_a_layer_keeps_its_patterns_in_steps_with_one_example_or_one_position(
+    product: Product, weight: tuple[int, int], tmp_path: Path
+) -> None:
+    sizes = [(4, 2, 3), (1, 1, 3), (1, 2, 3), (4, 1, 3)]
+    memory = recorded(product, weight, sizes, tmp_path / "run")
+    assert memory.layers == ("weight",)
+    assert memory.layer("weight").rows == 8 + 1 + 2 + 4
+
+
+@pytest.mark.parametrize("of", ["bld,ed->bel", "bld,ed->ebl"])
+def test_an_output_that_is_not_last_is_not_taken_for_it_when_one_comes_first(
+    of: str, tmp_path: Path
+) -> None:
+    sizes = [(4, 1, 3), (1, 1, 3), (4, 2, 3)]
+    product = lambda x, w: torch.einsum(of, x, w)  # noqa: E731
+    assert recorded(product, (3, 3), sizes, tmp_path / "run").layers == ()
