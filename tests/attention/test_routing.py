@@ -88,6 +88,9 @@ def test_what_cannot_be_routed_is_refused(run: Any, tmp_path: Any) -> None:
         df.DualForm(None, run.path).routed(by="task")(run.inputs[:1])
     with pytest.raises(df.QueryError, match="no pattern in this view"):
         run.dual.at(0).routed(by="task")
+    for ask in (run.dual.routed(by="task"), run.dual.routed(by="task").routes):
+        with pytest.raises(df.QueryError, match="at least one input"):
+            ask(run.inputs[:0])
     model = nn.Sequential(nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with df.record(model, optimizer, tmp_path / "gaps") as recorder:

@@ -88,8 +88,7 @@ class Routed:
             output = torch.empty_like(given) if output is None else output
             chosen = torch.from_numpy(np.flatnonzero(preferred == phase)).to(given.device)
             output[chosen] = given[chosen]
-        if output is None:
-            raise QueryError("routing needs at least one input")
+        assert output is not None
         return output
 
     def view(self, *inputs: Any, **kwargs: Any) -> DualForm:
@@ -134,7 +133,9 @@ class Routed:
         model = self._dual._model("routing inputs")
         found = queries_of(model, self._view, inputs, kwargs, [self.layer])[self.layer]
         count = len(next(v for v in [*inputs, *kwargs.values()] if isinstance(v, Tensor)))
-        if not count or len(found) % count:
+        if not count:
+            raise QueryError("routing needs at least one input, and was given none")
+        if len(found) % count:
             raise QueryError(
                 f"layer {self.layer!r} receives {len(found)} queries for {count} inputs: they "
                 "cannot be told apart; route by a layer that sees each input alike (layer=...)"
