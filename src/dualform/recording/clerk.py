@@ -22,7 +22,8 @@ import torch
 
 from dualform.recording.one_core import keep_to_one_core
 
-Job = tuple[Callable[..., None], tuple[Any, ...]]
+Job = tuple[int, Callable[..., None], tuple[Any, ...]]
+"""Its number, what to do, and with what."""
 
 LITTLE = 1 << 14
 """A job about so many numbers takes less time than waking the clerk: an idle one is left alone."""
@@ -59,7 +60,7 @@ class Clerk:
         if self._given - self._done >= WAITING:
             self.wait()
         self._given += 1
-        self._jobs.put((work, args))
+        self._jobs.put((self._given, work, args))
 
     def wait(self, *, quietly: bool = False) -> None:
         """Until all that was given is done; raises what one of the jobs has raised.
@@ -90,7 +91,7 @@ class Clerk:
             if not isinstance(job, tuple):
                 job.release()
                 continue
-            work, args = job
+            number, work, args = job
             try:
                 if self._trouble is None:
                     work(*args)
@@ -98,4 +99,4 @@ class Clerk:
                 self._trouble = error
             finally:
                 del job, work, args  # nothing is held on to while waiting for the next
-                self._done += 1
+                self._done = number  # by number: Ctrl-C may have kept one from being put

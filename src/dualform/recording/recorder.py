@@ -149,11 +149,12 @@ class Recorder:
                 raise
             logger.exception("dualform: closing the memory at %s failed", self._path)
         finally:
-            self._clerk.close()
-            self._steps.accountant.close()
-            self._writer.release()
-            self._interrupts.remove()
-            self._interrupts.release()
+            with ExitStack() as ending:  # from below: all of it, even if Ctrl-C comes once more
+                ending.callback(self._interrupts.release)
+                ending.callback(self._interrupts.remove)
+                ending.callback(self._writer.release)
+                ending.callback(self._steps.accountant.close)
+                ending.callback(self._clerk.close)
 
     def tag(self, **columns: Any) -> None:
         """Name the patterns of the batch that is about to be fed: ids, labels, tasks, anything.
