@@ -5,6 +5,7 @@ Record any training run, then ask for any prediction which training patterns eac
 some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
 """
 
+from dualform import charts
 from dualform.attention import (
     Attention,
     Contribution,
@@ -47,6 +48,7 @@ __all__ = [
     "Spotlight",
     "Table",
     "Verification",
+    "charts",
     "compact",
     "estimate",
     "record",

@@ -101,7 +101,7 @@ def test_sums_by_two_columns_are_those_of_every_combination_that_occurs(run: Any
         assert abs(table["sum"][row] - mine.sum()) <= 1e-11
         assert abs(table["absolute"][row] - np.abs(mine).sum()) <= 1e-11
     assert spotlight.sum_by(["task", "label"])["sum"].tolist() == table["sum"].tolist()
-    with pytest.raises(df.QueryError, match="sum_by needs a column; there are step"):
+    with pytest.raises(df.QueryError, match="groups need a column; there are step"):
         spotlight.sum_by()
 
 

@@ -104,8 +104,10 @@ class Contribution:
         """total − primal: rounding only, if the memory explains the network."""
         return self.total - self.primal
 
-    def top(self, k: int = 10, sign: str = "most", by: str | None = None) -> Table:
+    def top(self, k: int = 10, sign: str = "most", by: str | Sequence[str] | None = None) -> Table:
         """The k patterns that wrote most; with `by`, the top k of every value of a column.
+
+        `by=["task", "label"]`: of every combination of values of several columns.
 
         `sign="most"`: most raising first, `"least"`: most lowering, `"absolute"`: largest either
         way. Ties: the earlier pattern first. Signed, in the target's units.
@@ -115,8 +117,9 @@ class Contribution:
         """
         k, rows = check_k(k), np.flatnonzero(self._included)
         members: list[NDArray[np.int64]] = [rows]
+        names = [] if by is None else grouping.named((by,), self._patterns)
         if by is not None:
-            cells = grouping.cells(self._patterns, (by,))
+            cells = grouping.cells(self._patterns, names)
             members = [some[self._included[some]] for some in cells.members]
         best = [some[ranking.top_of(self._numbers[some], k, sign)] for some in members]
         rows = np.concatenate([np.zeros(0, np.int64), *best])
@@ -126,7 +129,7 @@ class Contribution:
             "contribution": self._numbers[rows],
             "attention": self._attention[rows],
         }
-        per = "" if by is None else f"; the top per {by}"
+        per = "" if by is None else f"; the top per {' and '.join(names)}"
         return Table(columns | pattern_columns(self._patterns, rows, columns), self.caption + per)
 
     def sum_by(self, *columns: str | Sequence[str]) -> Table:

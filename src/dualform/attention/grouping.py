@@ -131,7 +131,7 @@ def bins(
 
 
 def named(columns: Sequence[str | Sequence[str]], patterns: Patterns) -> list[str]:
-    """The columns of `sum_by("a", "b")` or `sum_by(["a", "b"])`; at least one."""
+    """The columns of `sum_by("a", "b")`, `sum_by(["a", "b"])`, `by=["a", "b"]`; at least one."""
     names: list[str] = []
     for part in columns:
         if isinstance(part, str) or not isinstance(part, Iterable):
@@ -139,5 +139,5 @@ def named(columns: Sequence[str | Sequence[str]], patterns: Patterns) -> list[st
         else:
             names += part
     if not names:
-        raise QueryError(f"sum_by needs a column; there are {', '.join(patterns.names)}")
+        raise QueryError(f"groups need a column; there are {', '.join(patterns.names)}")
     return names

@@ -84,8 +84,10 @@ class Spotlight:
         empty = torch.zeros(len(self._queries), 0, dtype=torch.float64)
         return torch.cat(parts or [empty], dim=1).to(self.queries.device)
 
-    def top(self, k: int = 10, by: str | None = None, sign: str = "most") -> Table:
+    def top(self, k: int = 10, by: str | Sequence[str] | None = None, sign: str = "most") -> Table:
         """The k patterns attended to most, per query; with `by`, the top k of every group.
+
+        A group is a value of a column, or of several together: `by=["task", "label"]`.
 
         `sign="most"`: most positive first; `"least"`: most negative first; `"absolute"`: largest
         either way. Ties: the earlier pattern first. Weights are signed, in units of key × query.
@@ -94,7 +96,8 @@ class Spotlight:
             >>> spotlight.top(500, by="label")                          # doctest: +SKIP
         """
         k = check_k(k)
-        cells = None if by is None else grouping.cells(self.patterns, (by,))
+        names = [] if by is None else grouping.named((by,), self.patterns)
+        cells = None if by is None else grouping.cells(self.patterns, names)
         short = by is None and short_keys.serve(self._memory, self._queries, sign)
         held = are_few(self._memory, self._queries) and ("_held" in self.__dict__ or not short)
         found = ranking.top_patterns(
@@ -110,7 +113,7 @@ class Spotlight:
         columns |= {"rank": found.rank + 1, "pattern": found.row, "weight": found.weight}
         columns |= pattern_columns(self.patterns, found.row, columns)
         which = {"most": "most positive", "least": "most negative", "absolute": "largest"}[sign]
-        per = "" if by is None else f" per {by}"
+        per = "" if by is None else f" per {' and '.join(names)}"
         return Table(columns, f"layer {self.layer}: {which} attention{per}. {self._unit}")
 
     def sum_by(self, *columns: str | Sequence[str]) -> Table:

@@ -1,0 +1,134 @@
+"""Attention as charts read it: layer by layer, group by group, with names to show.
+
+A group is a value of one column (`label`), or of two together (`task` and `label`); inside this
+room it is always a tuple of values. Charts take spotlights, or tables that spotlights gave earlier,
+so that a picture can be drawn again after the memory is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualform.attention import Spotlight
+from dualform.errors import QueryError
+from dualform.table import Table
+
+Group = tuple[Any, ...]
+Readable = Mapping[str, Spotlight | Table] | Spotlight | Table
+
+
+def by_layer(
+    attention: Readable, layers: Sequence[str] | Mapping[str, str] | None
+) -> dict[str, Spotlight | Table]:
+    """What to draw, under the name it is drawn with: all layers, or the named ones in that order.
+
+    A list of layers chooses, a mapping chooses and names: `{"fc1": "layer 0"}`.
+    """
+    if isinstance(attention, Spotlight):
+        attention = {attention.layer: attention}
+    elif isinstance(attention, Table):
+        attention = {"": attention}
+    if not isinstance(attention, Mapping) or not all(
+        isinstance(one, Spotlight | Table) for one in attention.values()
+    ):
+        raise QueryError(
+            f"{type(attention).__name__} was given to draw; expected what dual.attend(...) gives, "
+            "one of its spotlights, or their tables, by layer"
+        )
+    if layers is None:
+        layers = list(attention)
+    if isinstance(layers, str):
+        layers = [layers]
+    unknown = [name for name in layers if name not in attention]
+    if unknown or not layers:
+        have = ", ".join(attention)
+        raise QueryError(f"layers={layers!r} was asked for; this attention has: {have}")
+    titles = layers if isinstance(layers, Mapping) else {name: name for name in layers}
+    return {titles[name]: attention[name] for name in layers}
+
+
+def columns_of(by: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The columns that make up a group."""
+    return () if by is None else (by,) if isinstance(by, str) else tuple(by)
+
+
+def one_query(table: Table, query: int | None) -> list[dict[str, Any]]:
+    """The rows of one query; which one has to be said where there are several."""
+    rows = table.rows()
+    if "query" not in table.columns:
+        if query not in (None, 0):
+            raise QueryError(f"query={query!r} was asked for, but there is only one: query 0")
+        return rows
+    known = sorted({row["query"] for row in rows})
+    if query not in known:
+        raise QueryError(
+            f"query={query!r} was asked for; this attention has {len(known)} queries. "
+            f"Choose one, query={known[0]} to query={known[-1]}, or attend to one input"
+        )
+    return [row for row in rows if row["query"] == query]
+
+
+def cell(row: Mapping[str, Any], columns: Sequence[str]) -> Group:
+    """The group that a row of a table belongs to."""
+    return tuple(row[column_in(row, name)] for name in columns)
+
+
+def column_in(row: Mapping[str, Any], name: str) -> str:
+    """What a pattern's column is called in a table: a tag never hides a result."""
+    found = f"{name} (tag)" if f"{name} (tag)" in row else name
+    if found not in row:
+        raise QueryError(f"no column {name!r} in this table; it has: {', '.join(row)}")
+    return found
+
+
+def chosen(occurring: Sequence[Group], groups: Sequence[Any] | None) -> list[Group]:
+    """The groups to draw, in order: those that occur, or the named ones among them."""
+    if groups is None:
+        return list(dict.fromkeys(occurring))
+    wanted = [one if isinstance(one, tuple) else (one,) for one in groups]
+    for one in wanted:
+        if one not in occurring:
+            raise _unknown("groups", one, occurring)
+    return wanted
+
+
+def meant(what: str, value: Any, drawn: Sequence[Group]) -> list[Group]:
+    """The groups that a class stands for: `3` all whose last value it is, `("mnist", 3)` itself."""
+    if value is None:
+        return []
+    if hasattr(value, "item"):  # a class index may be numpy's or torch's
+        value = value.item()
+    found = [one for one in drawn if (one if isinstance(value, tuple) else one[-1]) == value]
+    if not found:
+        raise _unknown(what, value, drawn)
+    return found
+
+
+def _unknown(what: str, value: Any, drawn: Sequence[Group]) -> QueryError:
+    if isinstance(value, tuple) and len(value) == 1:
+        value = value[0]
+    have = ", ".join(repr(one[0] if len(one) == 1 else one) for one in drawn[:20])
+    return QueryError(f"{what}={value!r} names no class that was recorded; there are: {have}")
+
+
+def short(group: Group, names: Any) -> str:
+    """A group's name on an axis, where its task is shown by colour: its last value."""
+    if isinstance(names, Mapping):
+        for key in (group, group[-1]):
+            if key in names:
+                return str(names[key])
+    elif names is not None and isinstance(group[-1], int) and 0 <= group[-1] < len(names):
+        return str(names[group[-1]])
+    return "–" if group[-1] is None else str(group[-1])
+
+
+def task_name(task: Any, names: Any) -> str:
+    """A task's name: `names` may have it too."""
+    named = isinstance(task, str) and isinstance(names, Mapping) and task in names
+    return str(names[task]) if named else "–" if task is None else str(task)
+
+
+def shown(group: Group, names: Any) -> str:
+    """A group's name where nothing else says what it is a group of."""
+    return " ".join([*(task_name(value, names) for value in group[:-1]), short(group, names)])

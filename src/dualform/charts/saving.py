@@ -1,0 +1,83 @@
+"""Charts as files: SVG, PNG, PDF, HTML or JSON, without a browser and without a network.
+
+The same chart gives the same SVG, byte for byte, so that a figure under version control changes
+only when its numbers do. One thing stands in the way: the renderer numbers the clipping paths of
+all drawings it ever made, and they are numbered anew here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dualform.charts.style import altair, missing
+from dualform.errors import DualFormError
+
+ENDINGS = (".svg", ".png", ".pdf", ".html", ".json")
+
+NUMBERED = re.compile(r"\b(clip|gradient_)(\d+)\b")
+
+
+def save(chart: Any, path: str | Path, *, scale: float = 2.0) -> Path:
+    """Write a chart to a file; its ending says as what: .svg, .png, .pdf, .html or .json.
+
+    `scale` is how many pixels of a PNG stand for one of the chart. HTML brings its own JavaScript
+    (about 1 MB) and opens anywhere; JSON is the Vega-Lite specification with its data.
+
+    Example:
+        >>> from dualform import charts
+        >>> digit = charts.images([[[0, 255], [255, 0]]], captions=["a test image"])
+        >>> charts.save(digit, "digit.svg").name
+        'digit.svg'
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise DualFormError(
+            f"{path} was named to save a chart to; expected a name ending in {', '.join(ENDINGS)}"
+        )
+    content = _content(chart, path.suffix.lower(), scale)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DualFormError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _content(chart: Any, ending: str, scale: float) -> bytes:
+    alt = altair()
+    specification = chart.to_dict()
+    if ending == ".json":
+        text = json.dumps(specification, indent=1, sort_keys=True, ensure_ascii=False)
+        return f"{text}\n".encode()
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise missing("vl-convert-python") from error
+    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    if ending == ".html":
+        page = vl_convert.vegalite_to_html(specification, vl_version=version, bundle=True)
+        return page.encode()
+    # nothing may be fetched: all data is inside the specification
+    svg = vl_convert.vegalite_to_svg(specification, vl_version=version, allowed_base_urls=[])
+    svg = renumbered(svg)
+    if ending == ".svg":
+        return f"{svg}\n".encode()
+    if ending == ".png":
+        return bytes(vl_convert.svg_to_png(svg, scale=scale, ppi=72))
+    return bytes(vl_convert.svg_to_pdf(svg))
+
+
+def renumbered(svg: str) -> str:
+    """The same drawing, its clipping paths and gradients numbered in order of appearance."""
+    seen: dict[str, str] = {}
+    names = NUMBERED.finditer(svg)
+    for match in names:
+        seen.setdefault(match[0], f"{match[1]}{len(seen)}")
+    return NUMBERED.sub(lambda match: seen[match[0]], svg)

@@ -1,0 +1,138 @@
+"""How every chart looks: colours that colour-blind readers can tell apart, sizes, and the layout.
+
+Charts are made for a column of a page, about 340 pixels wide, where text of 10 pixels is still
+read. Colours are Okabe and Ito's, which differ in lightness too; beyond eight groups, Tol's "muted"
+ten. The style is part of each chart: nothing is registered with Altair, whose themes belong to the
+user. Altair is imported here only, when the first chart is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dualform.errors import DualFormError, QueryError
+
+if TYPE_CHECKING:
+    from altair import ConcatChart
+
+BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, PURPLE, YELLOW, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#000000"
+GREY, PALE, INK, FAINT = "#8A8A8A", "#D9D9D9", "#222222", "#666666"
+
+FEW = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK, YELLOW)
+"""Okabe and Ito's palette, in the order it is used."""
+
+MANY = ("#332288", "#DDCC77", "#117733", "#88CCEE", "#882255",
+        "#44AA99", "#CC6677", "#999933", "#AA4499", "#B0B0B0")  # fmt: skip
+"""Tol's "muted" palette, its grey a little darker: for nine or ten groups."""
+
+WIDTH = 290
+"""Pixels of a panel: with its axis and labels, about a column's 340."""
+
+FONT = "Helvetica, Arial, sans-serif"
+SMALL, NORMAL, LARGE = 9, 10, 12
+
+CONFIG: dict[str, Any] = {
+    "font": FONT,
+    "background": "white",
+    "padding": 4,
+    "view": {"stroke": None},
+    "axis": {
+        "labelFontSize": NORMAL, "titleFontSize": NORMAL, "titleFontWeight": "normal",
+        "labelColor": INK, "titleColor": INK, "domainColor": GREY, "tickColor": GREY,
+        "gridColor": "#E8E8E8", "titlePadding": 6, "labelLimit": 200, "tickSize": 4,
+    },
+    "legend": {
+        "labelFontSize": NORMAL, "titleFontSize": NORMAL, "titleFontWeight": "normal",
+        "labelColor": INK, "titleColor": INK, "labelLimit": 240, "orient": "top",
+        "symbolSize": 60, "offset": 6,
+    },
+    "title": {
+        "fontSize": LARGE, "fontWeight": 600, "anchor": "start", "color": INK, "offset": 6,
+        "subtitleFontSize": NORMAL, "subtitleColor": FAINT, "subtitlePadding": 3,
+    },
+    "header": {"labelFontSize": NORMAL, "titleFontSize": NORMAL, "labelColor": INK},
+    "text": {"fontSize": NORMAL, "color": INK},
+}  # fmt: skip
+
+
+def altair() -> Any:
+    """Altair, imported when it is needed."""
+    try:
+        import altair as alt
+    except ImportError as error:
+        raise missing("altair") from error
+    return alt
+
+
+def missing(package: str) -> DualFormError:
+    """What to do about a package that charts need and that is not there."""
+    return DualFormError(
+        f"charts need {package}, which is not installed. "
+        "Install it with: pip install 'dualform[charts]'"
+    )
+
+
+def colours(count: int, what: str = "groups") -> list[str]:
+    """As many colours as there are groups, all of them told apart by colour-blind readers."""
+    if count > len(MANY):
+        raise QueryError(
+            f"{count} {what} would need {count} colours; {len(MANY)} can be told apart. "
+            "Name the ones to draw with groups=[...]"
+        )
+    return list(FEW[:count] if count <= len(FEW) else MANY[:count])
+
+
+def paler(colour: str) -> str:
+    """The colour mixed with white: for what stays in the background."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - 0.42 * (255 - part)):02X}" for part in parts)
+
+
+def finished(chart: Any, title: str | None = None, subtitle: str | None = None) -> Any:
+    """The chart with its title and the house's style."""
+    if title is not None or subtitle is not None:
+        text: dict[str, Any] = {"text": title or ""}
+        chart = chart.properties(title=text | ({"subtitle": subtitle} if subtitle else {}))
+    chart.config = altair().Config(**CONFIG)
+    return chart
+
+
+def grid(
+    charts: Sequence[Any], columns: int | None = None, title: str | None = None
+) -> ConcatChart:
+    """Some charts of this room as one, in rows of so many columns (default: one row).
+
+    Charts carry their style with them, and Altair refuses to combine charts that do; this combines
+    them and styles the whole.
+
+    Example:
+        >>> from dualform import charts
+        >>> inputs = charts.images([[[0, 255], [255, 0]]], captions=["input"])
+        >>> both = charts.grid([inputs, inputs], title="Twice")
+    """
+    if not charts:
+        raise QueryError("grid([]) has nothing to draw; expected at least one chart")
+    plain = [chart.copy(deep=False) for chart in charts]
+    for chart in plain:
+        chart.config = altair().Undefined
+    whole: ConcatChart = finished(panels(plain, columns or len(plain)), title)
+    return whole
+
+
+def panels(charts: Sequence[Any], columns: int) -> Any:
+    """Charts beside and below each other, each with its own axes and legends in common."""
+    alt = altair()
+    whole = alt.concat(*charts, columns=columns, spacing={"row": 14, "column": 18})
+    return whole.resolve_scale(color="shared", shape="shared", x="independent", y="independent")
+
+
+def heading(text: str) -> dict[str, Any]:
+    """A panel's own title."""
+    return {"text": text, "fontSize": NORMAL, "offset": 2}
+
+
+def text_width(value: Any) -> int:
+    """How wide a text of this room's normal size is, in pixels, roughly and rather too much."""
+    return round(0.51 * NORMAL * max((len(line) for line in str(value).split("\n")), default=0))
