@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from figures import Example, draw, save
+from figures import Example, draw
 from runs import Experiment, Run, main
-from training import LAYERS, Phase, Report, task, trained
+from training import Phase, Report, task, trained
 from votes import (
     accuracy,
     error_norms,
     first,
-    percent,
     predicted,
     recurring,
     split,
@@ -29,7 +28,6 @@ from votes import (
 )
 
 import dualform as df
-from dualform import charts
 
 STEPS = 5_000
 QUICK_STEPS = 600

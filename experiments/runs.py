@@ -248,7 +248,9 @@ def options(about: str) -> argparse.ArgumentParser:
     """The options that every command line here has."""
     parser = argparse.ArgumentParser(description=about.partition("\n\n")[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="few and larger steps: shapes, not the paper's numbers")
+    add(
+        "--quick", action="store_true", help="few and larger steps: shapes, not the paper's numbers"
+    )
     add("--jobs", type=int, default=2, help="runs at a time, a thread each (default: 2)")
     add("--again", action="store_true", help="repeat runs that were finished before")
     add("--keep", action="store_true", help="do not delete the memories (gigabytes each)")

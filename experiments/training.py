@@ -86,10 +86,10 @@ Report = Callable[[str, int, int], None]
 def task(name: str) -> Task:
     """MNIST or Fashion-MNIST with the authors' 40,053 training images."""
     raw = images(name)
-    chosen = np.random.RandomState(0x1234).permutation(60_000)[:50_000]  # noqa: NPY002
+    chosen = np.random.RandomState(0x1234).permutation(60_000)[:50_000]
     seen = raw.train_images[chosen].astype(np.float64)
     mean, deviation = seen.mean(), seen.std()
-    chosen = chosen[np.random.RandomState(0xC1CAFA52).rand(50_000) > 0.2]  # noqa: NPY002
+    chosen = chosen[np.random.RandomState(0xC1CAFA52).rand(50_000) > 0.2]
 
     def normalised(pixels: NDArray[np.uint8]) -> Tensor:
         flat = (pixels.reshape(len(pixels), -1) - mean) / deviation
