@@ -13,16 +13,28 @@ reads attention as groups of patterns, `style.py` holds colours, sizes and the i
 `saving.py` writes files.
 """
 
+from dualform.charts.accuracy import accuracies, strengths
+from dualform.charts.binned import weights_against_values
 from dualform.charts.classes import top_per_class, totals_per_class
 from dualform.charts.pictures import images, top_images
 from dualform.charts.saving import save
 from dualform.charts.style import grid
+from dualform.charts.timeline import over_time, top_over_time
+from dualform.charts.voting import votes
+from dualform.charts.waterfall import parts
 
 __all__ = [
     "images",
     "top_images",
     "top_per_class",
     "totals_per_class",
+    "over_time",
+    "top_over_time",
+    "parts",
+    "accuracies",
+    "strengths",
+    "votes",
+    "weights_against_values",
     "grid",
     "save",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualform.charts import style
-from dualform.charts.groups import Group, chosen, meant, short, shown, task_name
+from dualform.charts.groups import Group, chosen, labelled, meant, short, task_name
 from dualform.errors import QueryError
 
 GAP = 0.8
@@ -46,6 +46,7 @@ class ClassAxis:
         self.tasks = list(dict.fromkeys(group[0] for group in self.groups))
         self.start = self._starts(len(columns) == 2)
         self._columns, self._names = columns, names
+        self._full = labelled(self.groups, names)
         self.marked = {kind: meant(kind, value, self.groups) for kind, value in marked.items()}
 
     def _starts(self, by_task: bool) -> dict[Group, float]:
@@ -60,7 +61,7 @@ class ClassAxis:
         """What every row of a group says about it: its name, and the colour it has."""
         task = task_name(group[0], self._names) if len(group) == 2 else "class"
         is_pale = any(self.marked.values()) and not self._is_marked(group)
-        return {"class": shown(group, self._names), "shade": task + (PALER if is_pale else "")}
+        return {"class": self._full[group], "shade": task + (PALER if is_pale else "")}
 
     def _is_marked(self, group: Group) -> bool:
         return any(group in some for some in self.marked.values())
@@ -93,8 +94,7 @@ class ClassAxis:
         if any(self.marked.values()):
             high += HEADROOM * ((high - low) or 1.0)
         scale = alt.Scale(domain=[low, high if high > low else low + 1.0], nice=False)
-        axis = alt.Axis(tickCount=4, format="~s", labelExpr="datum.value ? datum.label : '0'")
-        return alt.Y(f"{field}:Q", title=unit, scale=scale, axis=axis, stack=None)
+        return alt.Y(f"{field}:Q", title=unit, scale=scale, axis=style.few_ticks(), stack=None)
 
     def colour(self) -> Any:
         """A colour per task, or one for all; paler for classes beside those that are marked."""

@@ -44,7 +44,7 @@ def by_layer(
     if unknown or not layers:
         have = ", ".join(attention)
         raise QueryError(f"layers={layers!r} was asked for; this attention has: {have}")
-    titles = layers if isinstance(layers, Mapping) else {name: name for name in layers}
+    titles = layers if isinstance(layers, Mapping) else {n: n and f"layer {n}" for n in layers}
     return {titles[name]: attention[name] for name in layers}
 
 
@@ -106,10 +106,14 @@ def meant(what: str, value: Any, drawn: Sequence[Group]) -> list[Group]:
 
 
 def _unknown(what: str, value: Any, drawn: Sequence[Group]) -> QueryError:
-    if isinstance(value, tuple) and len(value) == 1:
-        value = value[0]
-    have = ", ".join(repr(one[0] if len(one) == 1 else one) for one in drawn[:20])
-    return QueryError(f"{what}={value!r} names no class that was recorded; there are: {have}")
+    shown = _plain(value) if isinstance(value, tuple) else value
+    have = ", ".join(repr(_plain(one)) for one in dict.fromkeys(drawn))
+    return QueryError(f"{what}={shown!r} names no class that was recorded; there are: {have}")
+
+
+def _plain(group: Group) -> Any:
+    """A group as a user names it."""
+    return group[0] if len(group) == 1 else group
 
 
 def short(group: Group, names: Any) -> str:
@@ -121,6 +125,19 @@ def short(group: Group, names: Any) -> str:
     elif names is not None and isinstance(group[-1], int) and 0 <= group[-1] < len(names):
         return str(names[group[-1]])
     return "–" if group[-1] is None else str(group[-1])
+
+
+def labelled(drawn: Sequence[Group], names: Any) -> dict[Group, str]:
+    """The full name of every group; no two may be called the same."""
+    found = {group: shown(group, names) for group in drawn}
+    taken: dict[str, Group] = {}
+    for group, name in found.items():
+        if taken.setdefault(name, group) != group:
+            raise QueryError(
+                f"{_plain(taken[name])!r} and {_plain(group)!r} would both be called {name!r}; "
+                "expected different names"
+            )
+    return found
 
 
 def task_name(task: Any, names: Any) -> str:

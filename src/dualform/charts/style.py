@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
         "labelFontSize": NORMAL, "titleFontSize": NORMAL, "titleFontWeight": "normal",
         "labelColor": INK, "titleColor": INK, "domainColor": GREY, "tickColor": GREY,
         "gridColor": "#E8E8E8", "titlePadding": 6, "labelLimit": 200, "tickSize": 4,
+        "labelFlush": False,
     },
     "legend": {
         "labelFontSize": NORMAL, "titleFontSize": NORMAL, "titleFontWeight": "normal",
@@ -131,6 +132,20 @@ def panels(charts: Sequence[Any], columns: int) -> Any:
 def heading(text: str) -> dict[str, Any]:
     """A panel's own title."""
     return {"text": text, "fontSize": NORMAL, "offset": 2}
+
+
+def few_ticks() -> Any:
+    """A vertical axis of a small panel: few ticks, thousands as k, and a plain zero."""
+    zero = "datum.value ? datum.label : '0'"
+    return altair().Axis(tickCount=4, format="~s", labelExpr=zero)
+
+
+def percent(field: str, title: str | None, *, upright: bool = False) -> Any:
+    """An axis from 0 to 100; layers that share an axis have to ask for the very same one."""
+    alt = altair()
+    axis = alt.Axis(values=[0, 20, 40, 60, 80, 100], labelOverlap=False)
+    channel = alt.Y if upright else alt.X
+    return channel(f"{field}:Q", title=title, scale=alt.Scale(domain=[0, 100]), axis=axis)
 
 
 def text_width(value: Any) -> int:
