@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import dualform as df
+from dualform import charts
 from runs import Run
 from training import CLASSES, LAYERS, Task
 from votes import strongest_examples, totals
-
-import dualform as df
-from dualform import charts
 
 NAMES: dict[Any, str] = {"mnist": "MNIST", "fashion": "Fashion-MNIST"} | {
     (task, label): name for task, names in CLASSES.items() for label, name in enumerate(names)
@@ -68,6 +67,8 @@ def _draw(
         "true": (one.task, one.label) if len(tasks) > 1 else one.label,
     }
     shared: dict[str, Any] = {"by": by, "names": names, "layers": LAYERS} | marks
+    if len(tasks) > 1:  # as the paper has them: MNIST first
+        shared["groups"] = [(of, label) for of in tasks for label in range(10)]
     save(run, f"{name}-top500", charts.top_per_class(attention, 500, **shared))
     save(run, f"{name}-totals", charts.totals_per_class(attention, **shared))
     images = charts.top_images(

@@ -1,4 +1,4 @@
-"""Section 5.4: MNIST first, then Fashion-MNIST. Forgetting, and what masks of the memory undo of it.
+"""Section 5.4: MNIST first, then Fashion-MNIST: forgetting, and what masks undo of it.
 
     python experiments/mnist_fashion_continual.py --seeds 0 1 2      3,000 + 3,000 steps
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
+import dualform as df
 from figures import Example, draw
 from runs import Experiment, Run, main
 from training import CLASSES, Phase, Report, Task, task, trained
 from votes import accuracy, first, percent, predicted, totals
-
-import dualform as df
 
 STEPS = 3_000, 3_000
 QUICK_STEPS = 500, 500
@@ -27,6 +27,9 @@ QUICK_STEPS = 500, 500
 INPUTS = 10_000
 QUICK_INPUTS = 1_000
 """Test images of each task, from the first on."""
+
+LOOKED_AT = 200
+"""Test images of which the 500 strongest patterns are listed."""
 
 STRENGTHS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 IN_LAYERS = [[0], [1], [2], [0, 1], [1, 2], [0, 2]]
@@ -86,7 +89,6 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     report("figures", 5, parts)
     if run.draws:
         found["examples"] = draw(run, final, chosen(dual, final, tasks, switch), tasks)
-        draw_masks(run, found)
     report("figures", 6, parts)
     return found
 
@@ -115,16 +117,28 @@ def routed(dual: df.DualForm, final: df.DualForm, tasks: dict[str, Task]) -> dic
 
 
 def interference(final: df.DualForm, mnist: Task) -> dict[str, Any]:
-    """How much of an MNIST input's attention goes to Fashion-MNIST, if it is right and if wrong."""
-    right = predicted(final, mnist.test_images) == mnist.test_labels.numpy()
+    """Whom MNIST inputs attend to after the second task, in percent, layer by layer."""
+    output, target = predicted(final, mnist.test_images), mnist.test_labels.numpy()
+    right, few = output == target, mnist.test_images[:LOOKED_AT]
     found = {}
     for layer, spotlight in final.attend(mnist.test_images).items():
-        sums, groups = totals(spotlight, "task")
-        share = sums[:, groups.index(("fashion",))] / sums.sum(1)
+        sums, groups = totals(spotlight, "task", "label")
+        favourite = np.array(groups, dtype=object)[sums.argmax(1)]
+        strongest = final.attend(few, layers=layer)[layer].top(500, sign="absolute")
         found[layer] = {
-            "percent of attention on the second task": round(100 * float(share.mean()), 1),
-            "if classified right": round(100 * float(share[right].mean()), 1),
-            "if classified wrong": round(100 * float(share[~right].mean()), 1),
+            "second task among the 500 strongest patterns": percent(strongest["task"] != "mnist"),
+            "favourite class is of the second task, if right": percent(
+                favourite[right, 0] != "mnist"
+            ),
+            "favourite class is of the second task, if wrong": percent(
+                favourite[~right, 0] != "mnist"
+            ),
+            "favourite label is the output, if wrong": percent(
+                favourite[~right, 1] == output[~right]
+            ),
+            "favourite label is the target, if wrong": percent(
+                favourite[~right, 1] == target[~right]
+            ),
         }
     return found
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
+import dualform as df
 from figures import Example, draw
 from runs import Experiment, Run, main
 from training import Phase, Report, task, trained
@@ -26,8 +28,6 @@ from votes import (
     table1,
     weighted_votes,
 )
-
-import dualform as df
 
 STEPS = 5_000
 QUICK_STEPS = 600
@@ -79,8 +79,10 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     report("attention times the error's size", 3, parts)
     found["weighted by error size"] = weighted(dual, images, labels)
     report("when, and which", 4, parts)
-    found["strongest over time"] = over_time(dual, images[:LOOKED_AT], steps, run)
-    found["recurring examples"] = recurring(dual.attend(images[:1_000])["layer0"])
+    found["strongest over time"] = over_time(dual, images[:LOOKED_AT], steps)
+    found["recurring examples"] = {
+        name: recurring(spotlight) for name, spotlight in dual.attend(images[:LOOKED_AT]).items()
+    }
     report("figures", 5, parts)
     found["examples"] = examples(run, dual, images, labels)
     report("figures", 6, parts)
@@ -114,13 +116,14 @@ def spread(layer: df.LayerMemory) -> float:
     return round(100 * float(norms[-len(norms) // 10 :].sum() / norms.sum()), 1)
 
 
-def over_time(dual: df.DualForm, images: Any, steps: int, run: Run) -> dict[str, Any]:
+def over_time(dual: df.DualForm, images: Any, steps: int) -> dict[str, Any]:
     """When the 500 strongest patterns were met: percent of them in each part of the training."""
     found = {
         name: steps_of_the_strongest(spotlight, 500, steps, PARTS)
         for name, spotlight in dual.attend(images).items()
     }
     return {
+        "steps": steps,
         "parts": PARTS,
         "percent of the strongest": found,
         "in the last fifth": {name: round(sum(p[-PARTS // 5 :]), 2) for name, p in found.items()},

@@ -27,9 +27,9 @@ import numpy
 import torch
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from training import PRESETS, Phase, Report, estimate, train
 
 import dualform as df
+from training import PRESETS, Phase, Report, estimate, train
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "images"
@@ -113,7 +113,7 @@ def perform(experiment: Experiment, run: Run, report: Report) -> dict[str, Any]:
     known = finished(run)
     if known is not None:
         return known
-    started = time.time()
+    started, cpu = time.time(), time.process_time()
     phases = experiment.phases(run.steps)
     run.memory.parent.mkdir(parents=True, exist_ok=True)
     expected = estimate(phases, run.memory)
@@ -123,7 +123,6 @@ def perform(experiment: Experiment, run: Run, report: Report) -> dict[str, Any]:
             f"{decimal(expected.free_bytes or 0)} are free at {run.memory.parent}; "
             "name another directory with --scratch"
         )
-    report(f"about {decimal(expected.bytes_on_disk)} on disk", 0, 1)
     train(run.memory, PRESETS[run.preset], phases, run.seed, report)
     trained_at = time.time()
     memory = df.Memory.open(run.memory)
@@ -136,6 +135,7 @@ def perform(experiment: Experiment, run: Run, report: Report) -> dict[str, Any]:
         "seconds": {
             "training": round(trained_at - started, 1),
             "measuring": round(time.time() - trained_at, 1),
+            "of CPU time": round(time.process_time() - cpu, 1),
         },
     }
     write(run.file, numbers)
@@ -186,6 +186,9 @@ def perform_all(jobs: Sequence[Job], workers: int, again: bool = False) -> list[
         elif finished(run) is not None:
             print(f"{run.name}: finished before, see {run.file}")
     waiting = [(experiment, run) for experiment, run in jobs if finished(run) is None]
+    for experiment, run in waiting:
+        expected = estimate(experiment.phases(run.steps), run.memory)
+        print(f"{run.name}: about {decimal(expected.bytes_on_disk)} on disk while it runs")
     if waiting:
         _in_processes(waiting, workers)
     done = [finished(run) for _, run in jobs]
@@ -291,6 +294,5 @@ def main(experiment: Experiment, about: str) -> None:
     if given.steps and len(given.steps) != len(experiment.steps):
         parser.error(f"--steps takes {len(experiment.steps)} number(s): the steps of each phase")
     runs = [planned(experiment, given, given.preset, seed, given.steps) for seed in given.seeds]
-    print(estimate(experiment.phases(runs[0].steps), runs[0].memory))
     for numbers in perform_all([(experiment, run) for run in runs], given.jobs, given.again):
         print(json.dumps(numbers["results"], indent=1, ensure_ascii=False))

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data import images
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dualform as df
+from data import images
 
 BATCH = 128
 HIDDEN = 800

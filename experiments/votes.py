@@ -91,10 +91,10 @@ def weighted_votes(layer: df.LayerMemory, queries: Tensor) -> Ints:
     if layer.distinct is not None:
         size = np.zeros((layer.distinct.rows, classes))
         np.add.at(size, (layer.distinct.references, labels), norms)
-        sums = torch.zeros(len(queries), classes)
+        sums = torch.zeros(len(queries), classes, dtype=queries.dtype)
         for first, keys in layer.distinct.blocks(4096):
-            here = torch.from_numpy(size[first : first + len(keys)]).float()
-            sums += (queries @ keys.float().T).abs_() @ here
+            here = torch.from_numpy(size[first : first + len(keys)]).to(queries.dtype)
+            sums += (queries @ keys.to(queries.dtype).T).abs_() @ here
         return sums.argmax(1).numpy()
     by_class = torch.zeros(classes, layer.in_features, dtype=torch.float64)
     for block in layer.blocks(4096):
