@@ -62,7 +62,7 @@ def accuracies(
         scale=alt.Scale(domain=tasks, range=style.colours(len(tasks), "tasks")),
         legend=alt.Legend(title=None, symbolType="square") if len(tasks) > 1 else None,
     )
-    base = alt.Chart(alt.Data(values=rows)).encode(y=y, yOffset=offset)
+    base = alt.Chart().encode(y=y, yOffset=offset)
     layers = [
         base.mark_bar(aria=False).encode(
             x=style.percent("mean", unit),
@@ -80,7 +80,10 @@ def accuracies(
     if compared:
         layers += _ticks(compared, y, offset, unit, reference)
     chart: LayerChart = style.finished(
-        alt.layer(*layers).properties(width=width, height={"step": BAR, "for": "offset"}), title
+        alt.layer(*layers, data=alt.Data(values=rows)).properties(
+            width=width, height={"step": BAR, "for": "offset"}
+        ),
+        title,
     )
     return chart
 

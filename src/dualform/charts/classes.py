@@ -152,7 +152,7 @@ def _curves(
             tooltip=["class:N", "rank:Q", "weight:Q"],
         )
     )
-    heads = {g: (axis.start[g] + EDGE + 0.1, found[0]) for g, found in weights.items() if found}
+    heads = {g: (axis.start[g] + EDGE + 0.1, weights[g][0]) for g in axis.groups if g in weights}
     return alt.layer(area, *axis.marks(heads, axis.x("x", titled), y("y")))
 
 
@@ -184,7 +184,7 @@ def _bars(totals: dict[Group, float], axis: ClassAxis, unit: str, titled: bool) 
             tooltip=["class:N", "total:Q"],
         )
     )
-    heads = {g: (axis.start[g] + 0.5, total) for g, total in totals.items()}
+    heads = {g: (axis.start[g] + 0.5, totals.get(g, 0.0)) for g in axis.groups}
     return alt.layer(bars, *axis.marks(heads, axis.x("x", titled), y("y")))
 
 

@@ -54,7 +54,7 @@ def _content(chart: Any, ending: str, scale: float) -> bytes:
     alt = altair()
     specification = chart.to_dict()
     if ending == ".json":
-        text = json.dumps(specification, indent=1, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(specification, sort_keys=True, ensure_ascii=False)
         return f"{text}\n".encode()
     try:
         import vl_convert

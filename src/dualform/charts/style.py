@@ -24,8 +24,8 @@ FEW = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK, YELLOW)
 """Okabe and Ito's palette, in the order it is used."""
 
 MANY = ("#332288", "#DDCC77", "#117733", "#88CCEE", "#882255",
-        "#44AA99", "#CC6677", "#999933", "#AA4499", "#B0B0B0")  # fmt: skip
-"""Tol's "muted" palette, its grey a little darker: for nine or ten groups."""
+        "#44AA99", "#CC6677", "#999933", "#AA4499", "#000000")  # fmt: skip
+"""Tol's "muted" palette, black for its grey, which is hard to see: for nine or ten groups."""
 
 WIDTH = 290
 """Pixels of a panel: with its axis and labels, about a column's 340."""
@@ -118,15 +118,19 @@ def grid(
     plain = [chart.copy(deep=False) for chart in charts]
     for chart in plain:
         chart.config = altair().Undefined
-    whole: ConcatChart = finished(panels(plain, columns or len(plain)), title)
+    drawn = _beside(plain, columns or len(plain))
+    drawn = drawn.resolve_scale(color="independent", shape="independent")
+    whole: ConcatChart = finished(drawn, title)
     return whole
 
 
 def panels(charts: Sequence[Any], columns: int) -> Any:
-    """Charts beside and below each other, each with its own axes and legends in common."""
-    alt = altair()
-    whole = alt.concat(*charts, columns=columns, spacing={"row": 14, "column": 18})
-    return whole.resolve_scale(color="shared", shape="shared", x="independent", y="independent")
+    """The panels of one picture: axes of their own, and one legend for all."""
+    return _beside(charts, columns).resolve_scale(color="shared", shape="shared")
+
+
+def _beside(charts: Sequence[Any], columns: int) -> Any:
+    return altair().concat(*charts, columns=columns, spacing={"row": 14, "column": 18})
 
 
 def heading(text: str) -> dict[str, Any]:

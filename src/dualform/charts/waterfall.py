@@ -119,7 +119,7 @@ def _walk(rows: list[dict[str, Any]], width: int, unit: str) -> Any:
         scale=alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds]),
         legend=alt.Legend(title=None, symbolType="square"),
     )
-    base = alt.Chart(alt.Data(values=rows)).encode(y=y)
+    base = alt.Chart().encode(y=y)
     zero = alt.Chart(alt.Data(values=[{"from": 0.0}])).mark_rule(color=style.GREY, aria=False)
     told = ["part:N", "value:Q", "from:Q", "to:Q"]
     return alt.layer(
@@ -128,4 +128,5 @@ def _walk(rows: list[dict[str, Any]], width: int, unit: str) -> Any:
         base.mark_text(align="left", dx=3, aria=False).encode(
             x=alt.X("right:Q", scale=scale), text="text:N"
         ),
+        data=alt.Data(values=rows),
     ).properties(width=width, height={"step": ROW})
