@@ -85,17 +85,32 @@ def _draw(
 
 
 def numbers(spotlight: df.Spotlight, by: tuple[str, ...]) -> dict[str, Any]:
-    """What the figures of one layer show: the favourite class, and the three strongest examples."""
-    sums, groups = totals(spotlight, *by)
-    order = sums[0].argsort()[::-1][:3]
-    return {
-        "largest totals": [[*groups[i], round(float(sums[0, i]), 1)] for i in order],
+    """What the figures of one layer show: the favourite classes, and the strongest examples."""
+    found = {}
+    for name, signed in (("largest totals", False), ("largest signed totals", True)):
+        sums, groups = totals(spotlight, *by, signed=signed)
+        order = sums[0].argsort()[::-1][:3]
+        found[name] = [[*groups[i], round(float(sums[0, i]), 1)] for i in order]
+    return found | {
         "strongest examples": [
             {key: row[key] for key in ("task", "example", "label", "step")}
             | {"weight": round(row["weight"], 3)}
             for row in strongest_examples(spotlight, 3)[0]
         ],
     }
+
+
+def draw_recurring(
+    run: Run, name: str, recurring: Mapping[str, list[dict[str, Any]]], tasks: Mapping[str, Task]
+) -> None:
+    """The training image that is among the three strongest of the most inputs, for each layer."""
+    most = {layer: found[0] for layer, found in recurring.items()}
+    pictures = [tasks[one["task"]].pictures[one["example"]] for one in most.values()]
+    captions = [
+        f"{LAYERS[layer]}\nin the top 3 of\n{one['percent of inputs']:g} % of inputs"
+        for layer, one in most.items()
+    ]
+    save(run, name, charts.images(pictures, captions, size=84))
 
 
 def save(run: Run, name: str, chart: Any) -> None:

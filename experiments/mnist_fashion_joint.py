@@ -18,7 +18,16 @@ import dualform as df
 from figures import Example, draw
 from runs import Experiment, Run, main
 from training import CLASSES, Phase, Report, Task, task, trained
-from votes import Ints, accuracy, first, percent, predicted, strongest_examples, totals
+from votes import (
+    Ints,
+    accuracy,
+    first,
+    percent,
+    predicted,
+    recurring,
+    strongest_examples,
+    totals,
+)
 
 STEPS = 5_000
 QUICK_STEPS = 600
@@ -72,6 +81,10 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     )
     report("figures", 3, 4)
     if run.draws:
+        found["recurring examples"] = {
+            name: recurring_in_each_layer(dual, each.test_images[:LOOKED_AT])
+            for name, each in tasks.items()
+        }
         fashion = tasks["fashion"].test_labels.numpy(), outputs["fashion"], votes["fashion"]
         found["examples"] = draw(run, dual, chosen(*fashion), tasks)
     report("figures", 4, 4)
@@ -100,6 +113,11 @@ def across(dual: df.DualForm, own: str, asked: Task) -> dict[str, Any]:
             ),
         }
     return found
+
+
+def recurring_in_each_layer(dual: df.DualForm, images: Any) -> dict[str, Any]:
+    """The training examples that are among the strongest of the most inputs."""
+    return {name: recurring(spotlight) for name, spotlight in dual.attend(images).items()}
 
 
 def vote_of_twenty(dual: df.DualForm, asked: Task) -> dict[str, list[tuple[str, int]]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import dualform as df
-from figures import Example, draw
+from figures import Example, draw, draw_recurring
 from runs import Experiment, Run, main
 from training import Phase, Report, task, trained
 from votes import (
@@ -83,6 +83,7 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     found["recurring examples"] = {
         name: recurring(spotlight) for name, spotlight in dual.attend(images[:LOOKED_AT]).items()
     }
+    draw_recurring(run, "single-recurring", found["recurring examples"], {"mnist": mnist})
     report("figures", 5, parts)
     found["examples"] = examples(run, dual, images, labels)
     report("figures", 6, parts)

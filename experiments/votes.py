@@ -39,10 +39,12 @@ def accuracy(network: Any, images: Tensor, labels: Tensor) -> float:
     return percent(predicted(network, images) == labels.numpy())
 
 
-def totals(spotlight: df.Spotlight, *by: str) -> tuple[Reals, list[tuple[Any, ...]]]:
-    """Σ|α| of every query over each group of patterns, [n, groups]; and the groups."""
+def totals(
+    spotlight: df.Spotlight, *by: str, signed: bool = False
+) -> tuple[Reals, list[tuple[Any, ...]]]:
+    """Σ|α| (or Σα) of every query over each group of patterns, [n, groups]; and the groups."""
     table, n = spotlight.sum_by(*by), len(spotlight.queries)
-    sums = table["absolute"].reshape(n, -1)
+    sums = table["sum" if signed else "absolute"].reshape(n, -1)
     columns = [table[name][: sums.shape[1]].tolist() for name in by]
     return sums, list(zip(*columns, strict=True))
 

@@ -107,6 +107,7 @@ def test_the_summary_and_every_figure_are_there(results: Path) -> None:
     ]  # fmt: skip
     expected = {f"{name}-{kind}" for name in examples for kind in ("top500", "totals", "images")}
     expected |= {"single-inputs", "joint-inputs", "continual-inputs", "accuracies", "table-1"}
+    expected |= {"single-recurring"}
     expected |= {"error-size", "over-time", "continual-masks", "continual-strengths"}
     for ending in ("svg", "png"):
         drawn = {path.stem for path in (results / "figures").glob(f"*.{ending}")}
