@@ -113,8 +113,9 @@ def texts_of(tmp_path: Path) -> Callable[[Any], list[str]]:
 
     def find(chart: Any) -> list[str]:
         svg = charts.save(chart, tmp_path / "chart.svg").read_text(encoding="utf-8")
-        texts = re.findall(r"<text[^>]*>(.*?)</text>", svg, re.DOTALL)
-        parts = [re.sub(r"<[^>]+>", "\n", text).split("\n") for text in texts]
+        texts = re.findall(r"<text([^>]*)>(.*?)</text>", svg, re.DOTALL)
+        visible = [text for style, text in texts if ' opacity="0"' not in style]
+        parts = [re.sub(r"<[^>]+>", "\n", text).split("\n") for text in visible]
         return [text for some in parts for text in some if text]
 
     return find

@@ -41,6 +41,8 @@ def test_values_of_zero_are_left_out_and_counted(texts_of: Callable[..., Any]) -
     chart = charts.weights_against_values([1.0, 2.0, 3.0], [0.0, 1.0, 2.0], title="Side note")
     texts = texts_of(chart)
     assert "2 patterns; line: median; 1 whose value is zero are left out" in texts
+    alone = charts.weights_against_values([2.0, 3.0], [1.0, 2.0])
+    assert "2 patterns; line: median" in texts_of(alone)
     assert {"Side note", "attention weight α", "size of the value |e|"} <= set(texts)
 
 

@@ -27,6 +27,7 @@ def test_the_top_of_a_class_are_its_largest_weights_in_order(
         for label in range(3):
             mine = np.sort(alpha[run.column(layer, "label") == label])[::-1][:10]
             expected += [(str(label), i + 1, weight) for i, weight in enumerate(mine)]
+            expected.append(expected[-1])  # the last rank has an end too
     assert [(row["class"], row["rank"]) for row in rows] == [e[:2] for e in expected]
     drawn = np.array([row["weight"] for row in rows])
     assert np.abs(drawn - [e[2] for e in expected]).max() <= EXACT
@@ -41,7 +42,8 @@ def test_classes_of_two_tasks_are_drawn_apart(run: Any, rows_with: Callable[...,
         for value in range(3):
             mine = [row for row in rows if row["class"] == f"{name} {value}"]
             expected = np.sort(alpha[(task == name) & (label == value)])[::-1][:5]
-            assert np.allclose([row["weight"] for row in mine], expected, rtol=0, atol=EXACT)
+            drawn = [row["weight"] for row in mine]
+            assert np.allclose(drawn, [*expected, expected[-1]], rtol=0, atol=EXACT)
             assert {row["shade"] for row in mine} == {name}
     ends = [max(row["x"] for row in rows if row["class"] == f"first {v}") for v in range(3)]
     begins = min(row["x"] for row in rows if row["class"] == "second 0")
@@ -54,10 +56,39 @@ def test_few_ranks_are_drawn_the_first_and_the_last_among_them(
     whole = rows_with(charts.top_per_class(run.attention["fc2"], 40), "rank")
     few = rows_with(charts.top_per_class(run.attention["fc2"], 40, points=7), "rank")
     ranks = [row["rank"] for row in few if row["class"] == "1"]
-    assert len(ranks) == 7
+    assert len(set(ranks)) == 7
     assert ranks[0] == 1
-    assert ranks[-1] == 40
+    assert ranks[-2:] == [40, 40]
     assert all(row in whole for row in few)
+    with pytest.raises(df.QueryError, match="points=1: expected at least 2"):
+        charts.top_per_class(run.attention["fc2"], points=1)
+
+
+def test_tables_made_by_hand_are_drawn_with_their_own_unit(
+    rows_with: Callable[..., Any], texts_of: Callable[..., Any]
+) -> None:
+    table = df.Table({"label": ["cat", "dog"], "absolute": [2.0, 0.0], "sum": [-2.0, 0.0]})
+    chart = charts.totals_per_class(table, unit="Σ|α||e|", predicted="dog")
+    assert [row["total"] for row in rows_with(chart, "total")] == [2.0, 0.0]
+    assert {"Σ|α||e|", "cat", "dog", "0.5", "predicted"} <= set(texts_of(chart))
+    chart = charts.totals_per_class(table, absolute=False, predicted="cat")
+    assert [row["y"] for row in rows_with(chart, "mark")] == [0.0]  # above a bar that hangs down
+
+
+def test_a_single_pattern_can_be_seen(rows_with: Callable[..., Any]) -> None:
+    chart = charts.top_per_class(df.Table({"label": [0], "weight": [3.0]}))
+    left, right = (row["x"] for row in rows_with(chart, "rank"))
+    assert right - left > 0.5
+
+
+def test_names_of_very_many_classes_do_not_run_into_each_other(
+    texts_of: Callable[..., Any],
+) -> None:
+    many = df.Table({"label": list(range(60)), "absolute": [1.0] * 60})
+    shown = [text for text in texts_of(charts.totals_per_class(many)) if text.isdigit()]
+    assert 10 < len(shown) < 60
+    few = df.Table({"label": list(range(20)), "absolute": [9.5] * 20})
+    assert set(map(str, range(20))) <= set(texts_of(charts.totals_per_class(few)))
 
 
 @pytest.mark.parametrize(("absolute", "column"), [(True, "absolute"), (False, "sum")])

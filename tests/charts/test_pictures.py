@@ -35,10 +35,9 @@ def test_each_layer_shows_its_strongest_examples_once(
     assert [row["image"] for row in drawn] == [
         data_url(run.images[task][example]) for task, example, _, _ in expected
     ]
-    captions = [row["caption"].split("\n") for row in rows_with(chart, "caption", "under")]
-    captions = captions[-len(expected) :]
-    assert [c[0] for c in captions] == [f"α = {weight:,.4g}" for _, _, weight, _ in expected]
-    assert [c[1] for c in captions] == [str(example % 3) for _, example, _, _ in expected]
+    captions = [row["caption"].split("\n") for row in rows_with(chart, "caption")]
+    assert [c[0] for c in captions] == [f"α = {weight:#.4g}" for _, _, weight, _ in expected]
+    assert [c[1] for c in captions] == [f"label {example % 3}" for _, example, _, _ in expected]
     assert [c[2] for c in captions] == [f"step {step:,}" for _, _, _, step in expected]
 
 
@@ -109,6 +108,14 @@ def test_images_lie_in_rows_and_do_not_touch(rows_with: Callable[..., Any]) -> N
     specification = chart.to_dict()
     assert max(x for x, _ in places) + 32 <= specification["width"]
     assert max(y for _, y in places) + 32 <= specification["height"]
+
+
+def test_a_wide_image_has_its_caption_right_below(rows_with: Callable[..., Any]) -> None:
+    chart = charts.images(np.zeros((1, 8, 32)), captions=["wide"], size=64)
+    (row,) = rows_with(chart, "image")
+    (caption,) = rows_with(chart, "under", "caption")
+    assert row["y"] == 8  # the middle of a height of 16
+    assert 16 < caption["under"] < 24
 
 
 def test_images_may_be_inverted(rows_with: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +59,26 @@ def test_the_same_chart_is_the_same_svg_byte_for_byte(run: Any, tmp_path: Path) 
     charts.save(charts.images(np.eye(4)[None]), tmp_path / "another.svg")
     again = charts.save(picture(run), tmp_path / "again.svg").read_bytes()
     assert first == again
+
+
+DRAWN = """
+from dualform import charts
+chart = charts.accuracies({"final": {"a": [1, 2], "b": 3}, "masked": {"b": 5}}, title="Again")
+for ending in ("svg", "png", "json"):
+    charts.save(chart, "chart." + ending)
+"""
+
+
+def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
+    written = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", DRAWN], check=True, cwd=folder, env=environment)
+        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert written[0] == written[1]
+    assert len(written[0]) == 3
 
 
 def test_numbers_that_a_renderer_counts_up_are_counted_anew() -> None:

@@ -60,12 +60,21 @@ def test_charts_are_combined_and_keep_their_legends(run: Any, texts_of: Callable
         charts.grid([])
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(45.3, "45.30"), (-444.81, "-444.8"), (12345.6, "12,346"), (0.0, "0"), (2.5e-7, "2.5e-07"),
+     (3e12, "3.000e+12"), (0.0123456, "0.01235")],
+)  # fmt: skip
+def test_a_number_in_a_caption_has_four_digits(number: float, text: str) -> None:
+    assert style.number(number) == text
+
+
 def test_the_users_theme_is_left_alone(run: Any) -> None:
     import altair as alt
 
-    before = alt.theme.active
+    before = alt.Chart().mark_point().to_dict()["config"]
     config = charts.totals_per_class(run.attention).to_dict()["config"]
-    assert alt.theme.active == before
+    assert alt.Chart().mark_point().to_dict()["config"] == before != config
     assert config["axis"]["labelFontSize"] >= 10
     assert config["background"] == "white"
 

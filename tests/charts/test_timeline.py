@@ -72,6 +72,7 @@ def test_the_strongest_are_counted_where_training_met_them(
     assert all(row["even"] == pytest.approx(30 / 6) for row in bars)
     assert sum(row["count"] for row in bars) == 60
     assert {"layer fc1", "layer fc2", "of the top 30", "step"} <= set(texts_of(chart))
+    assert "counts per range of steps; dashed: if time did not matter" in texts_of(chart)
 
 
 def test_more_lines_than_colours_have_to_be_chosen_from(run: Any) -> None:

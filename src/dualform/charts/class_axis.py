@@ -37,6 +37,7 @@ class ClassAxis:
         groups: Sequence[Any] | None,
         names: Any,
         marked: Mapping[str, Any],
+        width: int,
     ) -> None:
         if len(columns) not in (1, 2):
             raise QueryError(f"by={columns!r}: expected a column of classes, or a task and a class")
@@ -45,7 +46,7 @@ class ClassAxis:
             raise QueryError("nothing to draw: no pattern is attended to")
         self.tasks = list(dict.fromkeys(group[0] for group in self.groups))
         self.start = self._starts(len(columns) == 2)
-        self._columns, self._names = columns, names
+        self._columns, self._names, self._width = columns, names, width
         self._full = labelled(self.groups, names)
         self.marked = {kind: meant(kind, value, self.groups) for kind, value in marked.items()}
 
@@ -71,30 +72,35 @@ class ClassAxis:
         alt = style.altair()
         names = {f"{self.start[g] + 0.5:g}": short(g, self._names) for g in self.groups}
         longest = max(len(name) for name in names.values())
+        end = self.start[self.groups[-1]] + 1
+        room = self._width / end  # pixels of a class
+        is_tight = longest > 3 or room < style.text_width("0" * longest) + 3
         axis = alt.Axis(
             values=[self.start[group] + 0.5 for group in self.groups],
             # JSON is an expression of Vega's too; a name can be nothing but text in it
             labelExpr=f"{json.dumps(names)}[format(datum.value, '~g')]",
-            labelAngle=-45 if longest > 3 else 0,
+            labelAngle=-45 if is_tight else 0,
             labelFontSize=style.SMALL if len(names) > 12 else style.NORMAL,
-            labelOverlap=False,
+            labelOverlap="greedy" if room < style.NORMAL else False,
             grid=False,
             ticks=False,
             domain=False,
             title=self._columns[-1] if title else None,
             titlePadding=4,
         )
-        end = self.start[self.groups[-1]] + 1
         return alt.X(f"{field}:Q", scale=alt.Scale(domain=[0, end], nice=False), axis=axis)
 
     def y(self, field: str, numbers: Sequence[float], unit: str) -> Any:
         """A vertical axis from zero, with room for marks where there are any."""
         alt = style.altair()
         low, high = min(0.0, *numbers), max(0.0, *numbers)
+        high = high if high > low else low + 1.0
         if any(self.marked.values()):
-            high += HEADROOM * ((high - low) or 1.0)
-        scale = alt.Scale(domain=[low, high if high > low else low + 1.0], nice=False)
-        return alt.Y(f"{field}:Q", title=unit, scale=scale, axis=style.few_ticks(), stack=None)
+            high += HEADROOM * (high - low)
+        scale = alt.Scale(domain=[low, high], nice=False)
+        return alt.Y(
+            f"{field}:Q", title=unit, scale=scale, axis=style.few_ticks(numbers), stack=None
+        )
 
     def colour(self) -> Any:
         """A colour per task, or one for all; paler for classes beside those that are marked."""

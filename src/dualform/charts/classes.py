@@ -17,6 +17,7 @@ from dualform.attention import Spotlight
 from dualform.charts import style
 from dualform.charts.class_axis import ClassAxis
 from dualform.charts.groups import Group, Readable, by_layer, cell, columns_of, one_query
+from dualform.errors import QueryError
 from dualform.table import Table
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def top_per_class(
         return _curves(weights, axis, points, unit or ("|α|" if absolute else "α"), is_last)
 
     found = {header: read(one) for header, one in by_layer(attention, layers).items()}
-    axis = _axis(found, of, groups, names, predicted, true)
+    axis = _axis(found, of, groups, names, {"predicted": predicted, "true": true}, width)
     return _per_layer(found, axis, panel, columns, (width, height), title)
 
 
@@ -114,7 +115,7 @@ def totals_per_class(
         return _bars(totals, axis, unit or ("Σ|α|" if absolute else "Σα"), is_last)
 
     found = {header: read(one) for header, one in by_layer(attention, layers).items()}
-    axis = _axis(found, of, groups, names, predicted, true)
+    axis = _axis(found, of, groups, names, {"predicted": predicted, "true": true}, width)
     return _per_layer(found, axis, panel, columns, (width, height), title)
 
 
@@ -124,26 +125,22 @@ def _curves(
     """Sorted weights of every class, at some of their ranks."""
     alt = style.altair()
     longest = max(len(found) for found in weights.values())
-    rows = [
-        {
-            "x": round(
-                axis.start[group] + EDGE + (1 - 2 * EDGE) * (rank - 1) / (longest - 1 or 1), 4
-            ),
-            "rank": rank,
-            "weight": weights[group][rank - 1],
-            **axis.about(group),
-        }
-        for group in axis.groups
-        if group in weights
-        for rank in _ranks(len(weights[group]), points)
-    ]
+    rows = []
+    for group in axis.groups:
+        found, ranks = weights.get(group, []), _ranks(len(weights.get(group, [])), points)
+        # every rank is as wide as any other, the last one too: a single pattern can be seen
+        for left, rank in [*((rank - 1, rank) for rank in ranks), (len(found), len(found))]:
+            if found:
+                x = axis.start[group] + EDGE + (1 - 2 * EDGE) * left / longest
+                row = {"x": round(x, 4), "rank": rank, "weight": found[rank - 1]}
+                rows.append(row | axis.about(group))
 
     def y(field: str) -> Any:
         return axis.y(field, [row["weight"] for row in rows], unit)
 
     area = (
         alt.Chart(alt.Data(values=rows))
-        .mark_area(aria=False)
+        .mark_area(aria=False, interpolate="step-after" if longest <= points else "linear")
         .encode(
             x=axis.x("x", titled),
             y=y("weight"),
@@ -193,12 +190,12 @@ def _axis(
     of: tuple[str, ...],
     groups: Sequence[Any] | None,
     names: Any,
-    predicted: Any,
-    true: Any,
+    marked: Mapping[str, Any],
+    width: int,
 ) -> ClassAxis:
     """The axis that all layers share."""
     occurring = [group for numbers in found.values() for group in numbers]
-    return ClassAxis(occurring, of, groups, names, {"predicted": predicted, "true": true})
+    return ClassAxis(occurring, of, groups, names, marked, width)
 
 
 def _per_layer(
@@ -223,5 +220,7 @@ def _per_layer(
 
 def _ranks(count: int, points: int) -> list[int]:
     """Ranks from 1 to `count`, at most so many, evenly: the first and the last among them."""
+    if points < 2:
+        raise QueryError(f"points={points!r}: expected at least 2, a first and a last one")
     ranks = np.unique(np.round(np.linspace(1, count, min(count, points))).astype(np.int64))
     return [int(rank) for rank in ranks]

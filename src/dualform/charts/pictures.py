@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dualform.attention import Spotlight
 from dualform.charts import style
 from dualform.charts.groups import Readable, by_layer, cell, columns_of, one_query, shown
-from dualform.charts.png import data_url
+from dualform.charts.png import as_bytes, data_url
 from dualform.errors import QueryError
 from dualform.table import Table
 
@@ -30,6 +30,8 @@ class Cell(NamedTuple):
     column: int
     url: str
     caption: str
+    tall: float
+    """Its height as a part of its width."""
 
 
 def images(
@@ -61,7 +63,7 @@ def images(
         raise QueryError(f"{len(given)} images and {len(texts)} captions; expected one for each")
     wide = min(columns or len(given), len(given))
     cells = [
-        Cell(*divmod(i, wide), data_url(picture, invert=invert, span=span), text)
+        _cell(*divmod(i, wide), picture, text, invert, span)
         for i, (picture, text) in enumerate(zip(given, texts, strict=True))
     ]
     chart: LayerChart = style.finished(_laid_out(cells, size), title)
@@ -100,16 +102,27 @@ def top_images(
     headers: list[str] = []
     before = 0 if asked is None else 1
     if asked is not None:
-        cells.append(Cell(0, 0, data_url(asked, invert=invert, span=span), "input"))
+        cells.append(_cell(0, 0, asked, "input", invert, span))
     for place, (header, spotlight) in enumerate(by_layer(attention, layers).items()):
         headers.append(header)
         for rank, row in enumerate(_strongest(spotlight, k, of, query, absolute)):
-            picture = _looked_up(images, row, of)
-            url = data_url(picture, invert=invert, span=span)
-            caption = _caption(row, columns_of(label), names)
-            cells.append(Cell(place, rank + before, url, caption))
+            picture, caption = _looked_up(images, row, of), _caption(row, columns_of(label), names)
+            cells.append(_cell(place, rank + before, picture, caption, invert, span))
     chart: LayerChart = style.finished(_laid_out(cells, size, headers), title)
     return chart
+
+
+def _cell(
+    row: int,
+    column: int,
+    pixels: Any,
+    caption: str,
+    invert: bool,
+    span: tuple[float, float] | None,
+) -> Cell:
+    height, width = as_bytes(pixels, span).shape[:2]
+    url = data_url(pixels, invert=invert, span=span)
+    return Cell(row, column, url, caption, height / width)
 
 
 def _strongest(
@@ -148,9 +161,11 @@ def _looked_up(images: Any, row: Mapping[str, Any], of: tuple[str, ...]) -> Any:
 
 def _caption(row: Mapping[str, Any], label: tuple[str, ...], names: Any) -> str:
     known = tuple(name for name in label if name in row or f"{name} (tag)" in row)
-    lines = [f"α = {float(row['weight']):,.4g}"]
+    lines = [f"α = {style.number(float(row['weight']))}"]
     if known:
-        lines.append(shown(cell(row, known), names))
+        group = cell(row, known)
+        bare = len(known) == 1 and names is None and not isinstance(group[0], str)
+        lines.append(f"{known[0]} {shown(group, names)}" if bare else shown(group, names))
     if "step" in row:
         lines.append(f"step {row['step']:,}")
     return "\n".join(lines)
@@ -161,30 +176,30 @@ def _laid_out(cells: Sequence[Cell], size: int, headers: Sequence[str] = ()) -> 
     alt = style.altair()
     lines = max(one.caption.count("\n") + 1 if one.caption else 0 for one in cells)
     column = max(size, *(style.text_width(one.caption) for one in cells)) + 10
-    row = size + LINE * lines + (16 if lines else 8)
+    tall = round(size * max(min(one.tall, 1.0) for one in cells))
+    row = tall + LINE * lines + (16 if lines else 8)
     left = max((style.text_width(header) for header in headers), default=0)
     left += 12 if headers else 0
     high, wide = (1 + max(getattr(one, axis) for one in cells) for axis in ("row", "column"))
-    data = [
-        {
-            "x": left + column * one.column + column / 2,
-            "y": row * one.row + size / 2,
-            "under": row * one.row + size + 5,
-            "image": one.url,
-            "caption": one.caption,
-        }
+    middle = {one: left + column * one.column + column / 2 for one in cells}
+    pictures = [
+        {"x": middle[one], "y": row * one.row + tall / 2, "image": one.url} for one in cells
+    ]
+    captions = [
+        {"x": middle[one], "under": row * one.row + tall + 5, "caption": one.caption}
         for one in cells
+        if one.caption
     ]
     layers = [
-        alt.Chart(alt.Data(values=data))
+        alt.Chart(alt.Data(values=pictures))
         .mark_image(width=size, height=size, aria=False)
         .encode(x=_pixels("x"), y=_pixels("y"), url="image:N"),
-        alt.Chart(alt.Data(values=[{k: d[k] for k in ("x", "under", "caption")} for d in data]))
+        alt.Chart(alt.Data(values=captions))
         .mark_text(baseline="top", lineBreak="\n", lineHeight=LINE, aria=False)
         .encode(x=_pixels("x"), y=_pixels("under"), text="caption:N"),
     ]
     if headers:
-        at = [{"y": row * i + size / 2, "header": text} for i, text in enumerate(headers)]
+        at = [{"y": row * i + tall / 2, "header": text} for i, text in enumerate(headers)]
         layers.append(
             alt.Chart(alt.Data(values=at))
             .mark_text(align="left", fontWeight=600, aria=False, x=0)

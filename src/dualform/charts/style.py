@@ -93,9 +93,13 @@ def paler(colour: str) -> str:
 
 def finished(chart: Any, title: str | None = None, subtitle: str | None = None) -> Any:
     """The chart with its title and the house's style."""
-    if title is not None or subtitle is not None:
-        text: dict[str, Any] = {"text": title or ""}
-        chart = chart.properties(title=text | ({"subtitle": subtitle} if subtitle else {}))
+    if title:
+        chart = chart.properties(
+            title={"text": title} | ({"subtitle": subtitle} if subtitle else {})
+        )
+    elif subtitle:  # Vega draws no subtitle without a title
+        plain = {"text": subtitle, "fontSize": NORMAL, "fontWeight": "normal", "color": FAINT}
+        chart = chart.properties(title=plain)
     chart.config = altair().Config(**CONFIG)
     return chart
 
@@ -138,10 +142,11 @@ def heading(text: str) -> dict[str, Any]:
     return {"text": text, "fontSize": NORMAL, "offset": 2}
 
 
-def few_ticks() -> Any:
+def few_ticks(numbers: Sequence[float]) -> Any:
     """A vertical axis of a small panel: few ticks, thousands as k, and a plain zero."""
+    large = max(map(abs, numbers), default=0.0) >= 1000  # below, "m" would stand for thousandths
     zero = "datum.value ? datum.label : '0'"
-    return altair().Axis(tickCount=4, format="~s", labelExpr=zero)
+    return altair().Axis(tickCount=4, format="~s" if large else "~g", labelExpr=zero)
 
 
 def percent(field: str, title: str | None, *, upright: bool = False) -> Any:
@@ -150,6 +155,14 @@ def percent(field: str, title: str | None, *, upright: bool = False) -> Any:
     axis = alt.Axis(values=[0, 20, 40, 60, 80, 100], labelOverlap=False)
     channel = alt.Y if upright else alt.X
     return channel(f"{field}:Q", title=title, scale=alt.Scale(domain=[0, 100]), axis=axis)
+
+
+def number(value: float) -> str:
+    """A number in a caption: four digits, in plain notation where that is readable."""
+    size = abs(value)
+    if size >= 1e4:
+        return f"{value:,.0f}" if size < 1e9 else f"{value:.3e}"
+    return f"{value:#.4g}" if size >= 1e-3 else f"{value:.3g}"
 
 
 def text_width(value: Any) -> int:

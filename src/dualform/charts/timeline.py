@@ -134,7 +134,7 @@ def _lines(
             x=alt.X("at:Q", title=column if titled else None,
                     axis=alt.Axis(tickCount=5, grid=False),
                     scale=alt.Scale(domain=[min(ends), max(ends)], nice=False)),
-            y=alt.Y("amount:Q", title=unit, axis=style.few_ticks(),
+            y=alt.Y("amount:Q", title=unit, axis=style.few_ticks(numbers),
                     scale=alt.Scale(domain=[1.05 * min(numbers), 1.05 * max(numbers)], nice=False)),
             color=colour,
             tooltip=["group:N", alt.Tooltip("at:Q", title=column), "amount:Q"],
@@ -202,7 +202,9 @@ def _histogram(rows: list[dict[str, Any]], k: int, column: str | None) -> Any:
     alt = style.altair()
     scale = alt.Scale(domain=[rows[0]["from"], rows[-1]["to"]], nice=False)
     x = alt.X("from:Q", title=column, scale=scale, axis=alt.Axis(tickCount=5, grid=False))
-    y = alt.Y("count:Q", title=f"of the top {k:,}", axis=style.few_ticks())
+    y = alt.Y(
+        "count:Q", title=f"of the top {k:,}", axis=style.few_ticks([row["count"] for row in rows])
+    )
     base = alt.Chart(alt.Data(values=rows))
     even = [*rows, {**rows[-1], "from": rows[-1]["to"]}]
     return alt.layer(

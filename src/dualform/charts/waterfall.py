@@ -125,8 +125,11 @@ def _walk(rows: list[dict[str, Any]], width: int, unit: str) -> Any:
     return alt.layer(
         zero.encode(x=x),
         base.mark_bar(aria=False).encode(x=x, x2="to:Q", color=colour, tooltip=told),
-        base.mark_text(align="left", dx=3, aria=False).encode(
-            x=alt.X("right:Q", scale=scale), text="text:N"
+        *(  # numbers stay readable where they cross a line
+            base.mark_text(align="left", dx=3, aria=False, **halo).encode(
+                x=alt.X("right:Q", scale=scale), text="text:N"
+            )
+            for halo in ({"stroke": "white", "strokeWidth": 4}, {})
         ),
         data=alt.Data(values=rows),
     ).properties(width=width, height={"step": ROW})
