@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import paper_images
 import pytest
+
+import paper_images
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results" / "images"
