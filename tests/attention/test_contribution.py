@@ -256,6 +256,12 @@ def test_contributions_over_time_and_by_groups_are_sums_of_the_values(run: Any) 
     for row in both.rows():
         here = (patterns["task"] == row["task"]) & (patterns["label"] == row["label"])
         assert row["contribution"] == pytest.approx(values[here].sum(), abs=EXACT)
+    both = contribution.top(2, by=["task", "label"])
+    values, of = contribution.values.numpy(), contribution.patterns
+    for task, label in {(row["task"], row["label"]) for row in both.rows()}:
+        here = (both["task"] == task) & (both["label"] == label)
+        inside = (of["task"] == task) & (of["label"] == label)
+        assert both["contribution"][here].tolist() == np.sort(values[inside])[::-1][:2].tolist()
     best = contribution.top(2, by="label", sign="least")
     for label in range(4):
         mine = best["contribution"][best["label"] == label]

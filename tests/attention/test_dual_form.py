@@ -327,9 +327,17 @@ REFUSED: dict[str, tuple[Callable[[df.DualForm, Tensor], Any], str]] = {
     "layers that are no names": (lambda dual, x: dual.without(layers=3), "name of a layer"),  # type: ignore[arg-type]
     "an unknown layer": (lambda dual, x: dual.attend(x, layers="fc9"), "fc1"),
     "no layer": (lambda dual, x: dual.attend(x, layers=[]), "fc1"),
-    "several columns to group by": (
-        lambda dual, x: dual.attend(x)["fc1"].top(3, by=["label", "task"]),  # type: ignore[arg-type]
-        r"there is no column \['label', 'task'\]",
+    "an unknown column among several to group by": (
+        lambda dual, x: dual.attend(x)["fc1"].top(3, by=["label", "colour"]),
+        "there is no column 'colour'",
+    ),
+    "no column to group by": (
+        lambda dual, x: dual.attend(x)["fc1"].top(3, by=[]),
+        "groups need a column; there are",
+    ),
+    "no column to group contributions by": (
+        lambda dual, x: dual.contribute(x[:1], target=0).top(3, by=[]),
+        "groups need a column; there are",
     ),
     "inputs of another precision": (
         lambda dual, x: dual.attend(x.float() if x.dtype == torch.float64 else x.double()),

@@ -65,6 +65,24 @@ def test_top_by_group_is_the_top_of_each_group(run: Any) -> None:
         assert np.allclose(mine, np.sort(weights[labels == label])[::-1][:3], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [2, 12])
+def test_top_by_two_columns_is_the_top_of_every_combination(run: Any, count: int) -> None:
+    """Of a few queries, whose weights are held, and of many, which are ranked as they stream."""
+    table = run.dual.attend(run.inputs[:count])["fc1"].top(3, by=["task", "label"])
+    weights = brute(run, "fc1", run.inputs[:count])
+    patterns = run.memory.layer("fc1").patterns
+    rows = table.rows()
+    for query in range(count):
+        for task in ("first", "second"):
+            for label in range(4):
+                here = (patterns["task"] == task) & (patterns["label"] == label)
+                expected = np.sort(weights[query][here])[::-1][:3]
+                wanted = {"query": query, "task": task, "label": label}
+                mine = [row["weight"] for row in rows if wanted.items() <= row.items()]
+                assert np.allclose(mine, expected, rtol=0, atol=1e-12)
+    assert "per task and label" in table.caption
+
+
 def test_the_same_input_seen_again_ties_and_the_earlier_visit_comes_first(run: Any) -> None:
     table = run.dual.attend(run.inputs[11:12])["fc1"].top(240)
     examples, patterns = table["example"], table["pattern"]

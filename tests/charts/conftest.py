@@ -21,7 +21,6 @@ from dualform import charts
 torch.set_num_threads(1)
 
 CLASSES, EXAMPLES, STEPS, BATCH = 3, 12, 24, 6
-LAYERS = ("fc1", "fc2")
 
 
 @dataclass

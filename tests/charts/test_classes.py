@@ -13,6 +13,7 @@ from dualform import charts
 
 EXACT = 1e-12
 BOTH = ("task", "label")
+LAYERS = ("fc1", "fc2")
 
 
 @pytest.mark.parametrize("absolute", [True, False])
@@ -152,6 +153,13 @@ def test_classes_and_layers_are_shown_by_the_names_given(
     assert {"coat", "bag", "0", "Digits", "second", "layer 1", "A title", "Σ|α|"} <= set(texts)
     assert texts.count("bag") == 2
     assert "layer fc1" not in texts
+
+
+def test_a_heading_says_layer_once(run: Any, texts_of: Callable[..., Any]) -> None:
+    tables = {f"layer {i}": run.attention[name].sum_by("label") for i, name in enumerate(LAYERS)}
+    texts = texts_of(charts.totals_per_class(tables))
+    assert {"layer 0", "layer 1"} <= set(texts)
+    assert not any("layer layer" in text for text in texts)
 
 
 def test_names_are_nothing_but_text(run: Any, texts_of: Callable[..., Any]) -> None:

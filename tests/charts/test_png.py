@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dualform as df
+from dualform import charts
 from dualform.charts.png import as_bytes, data_url, png
 
 
@@ -32,17 +34,25 @@ def decode(data: bytes) -> np.ndarray[Any, Any]:
     assert kind == b"IEND"
     width, height, depth, colour, *rest = struct.unpack(">IIBBBBB", header)
     assert (depth, rest) == (8, [0, 0, 0])
-    channels = {0: 1, 2: 3}[colour]
+    channels = {0: 1, 2: 3, 6: 4}[colour]
     raw = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + width * channels)
-    rows = np.zeros((height, width * channels), np.uint8)
-    for i, line in enumerate(raw):
-        assert line[0] in (0, 2)  # as it is, or the difference from the row above
-        rows[i] = line[1:] + (rows[i - 1] if line[0] == 2 and i else np.uint8(0))
-    return (
-        rows.reshape(height, width, channels).squeeze(2)
-        if channels == 1
-        else rows.reshape(height, width, channels)
-    )
+    rows = np.zeros((height + 1, width + 1, channels), np.int64)  # zeros above and at the left
+    for i, line in enumerate(raw, start=1):
+        for j, pixel in enumerate(line[1:].reshape(width, channels).astype(int), start=1):
+            rows[i, j] = (
+                pixel + guessed(line[0], rows[i, j - 1], rows[i - 1, j - 1 : j + 1])
+            ) % 256
+    shades = rows[1:, 1:].astype(np.uint8)
+    return shades[:, :, 0] if channels == 1 else shades
+
+
+def guessed(kind: int, left: Any, above: Any) -> Any:
+    """What a PNG's filter takes a pixel for, from the one at its left and the two above."""
+    corner, up = above
+    if kind == 4:
+        near = np.abs(np.stack([up - corner, left - corner, left + up - 2 * corner]))
+        return np.choose(near.argmin(0), [left, up, corner])
+    return [0 * left, left, up, (left + up) // 2][kind]
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,6 +81,21 @@ def test_a_small_picture_is_enlarged_by_whole_pixels() -> None:
     assert np.array_equal(decoded, pixels.repeat(4, 0).repeat(4, 1))
     turned = decode(base64.b64decode(data_url(pixels, invert=True).partition(",")[2]))
     assert np.array_equal(turned, 255 - decoded)
+
+
+def test_a_rendered_picture_is_crisp_and_at_its_place(tmp_path: Path) -> None:
+    """The renderer draws what was given, pixel by pixel, in the middle of the chart."""
+    pixels = np.random.default_rng(1).integers(0, 256, (8, 8)).astype(np.uint8)
+    chart = charts.images([pixels], size=32)
+    drawn = decode(charts.save(chart, tmp_path / "chart.png", scale=2).read_bytes())[:, :, :3]
+    # the white around it: 4 pixels of padding, and half of the 10 between columns
+    left, top = 2 * (4 + 5), 2 * 4
+    inside = drawn[top : top + 64, left : left + 64]
+    middles = inside[4::8, 4::8].astype(int)
+    assert np.abs(middles - pixels[:, :, None]).max() <= 1
+    assert np.abs(inside[2::8, 5::8].astype(int) - pixels[:, :, None]).max() <= 1
+    assert (drawn[: top - 1] == 255).all()
+    assert (drawn[:, : left - 1] == 255).all()
 
 
 def test_every_way_to_hold_a_picture_gives_the_same_bytes() -> None:

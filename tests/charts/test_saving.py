@@ -15,7 +15,7 @@ import pytest
 
 import dualform as df
 from dualform import charts
-from dualform.charts.saving import renumbered
+from dualform.charts.saving import renumbered, rounded
 
 
 def picture(run: Any) -> Any:
@@ -86,6 +86,25 @@ def test_numbers_that_a_renderer_counts_up_are_counted_anew() -> None:
     other = one.replace("clip7", "clip31").replace("clip9", "clip44")
     assert renumbered(one) == renumbered(other)
     assert renumbered(one) != renumbered(one.replace("clip9", "clip7"))
+
+
+def test_places_are_rounded_and_texts_are_not() -> None:
+    svg = (
+        '<g transform="translate(0.12345678,-0.00001)"><path d="M1.00049999,22.5996h-3.14159265Z"/>'
+        '<text x="7.12345e-7">0.123456789</text><image href="data:image/png;base64,1.23456"/></g>'
+    )
+    assert rounded(svg) == (
+        '<g transform="translate(0.123,0)"><path d="M1,22.6h-3.142Z"/>'
+        '<text x="0">0.123456789</text><image href="data:image/png;base64,1.23456"/></g>'
+    )
+
+
+def test_numbers_that_differ_by_rounding_give_the_same_svg(tmp_path: Path) -> None:
+    def drawn(number: float) -> bytes:
+        chart = charts.accuracies({"final": {"a": number}})
+        return charts.save(chart, tmp_path / "chart.svg").read_bytes()
+
+    assert drawn(61.7) == drawn(61.7 * (1 + 1e-9)) != drawn(61.72)
 
 
 @pytest.mark.parametrize("name", ["chart", "chart.gif", "chart.svg.gz"])

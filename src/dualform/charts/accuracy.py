@@ -111,12 +111,12 @@ def _ticks(
     base = alt.Chart(alt.Data(values=named)).encode(x=x, y=y, yOffset=offset, shape=shape)
     return [
         base.mark_point(color=colour, strokeWidth=wide, opacity=1, size=BAR**2, aria=False)
-        for colour, wide in (("white", 4.5), (style.INK, 2))
+        for colour, wide in (("white", 3.6), (style.INK, 2))
     ]
 
 
-UPRIGHT = "M0,-0.5L0,0.5"
-"""A short upright line, as a symbol."""
+UPRIGHT = "M0,-1L0,1"
+"""An upright line as a symbol, as tall as a bar is thick."""
 
 
 def strengths(

@@ -44,8 +44,13 @@ def by_layer(
     if unknown or not layers:
         have = ", ".join(attention)
         raise QueryError(f"layers={layers!r} was asked for; this attention has: {have}")
-    titles = layers if isinstance(layers, Mapping) else {n: n and f"layer {n}" for n in layers}
+    titles = layers if isinstance(layers, Mapping) else {name: _heading(name) for name in layers}
     return {titles[name]: attention[name] for name in layers}
+
+
+def _heading(layer: str) -> str:
+    """What a panel is called: "layer fc1", but not "layer layer 0"."""
+    return layer if not layer or layer.lower().startswith("layer") else f"layer {layer}"
 
 
 def columns_of(by: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -192,7 +192,7 @@ def _laid_out(cells: Sequence[Cell], size: int, headers: Sequence[str] = ()) -> 
     ]
     layers = [
         alt.Chart(alt.Data(values=pictures))
-        .mark_image(width=size, height=size, aria=False)
+        .mark_image(width=size, height=tall, aria=False)
         .encode(x=_pixels("x"), y=_pixels("y"), url="image:N"),
         alt.Chart(alt.Data(values=captions))
         .mark_text(baseline="top", lineBreak="\n", lineHeight=LINE, aria=False)

@@ -1,8 +1,9 @@
 """Charts as files: SVG, PNG, PDF, HTML or JSON, without a browser and without a network.
 
 The same chart gives the same SVG, byte for byte, so that a figure under version control changes
-only when its numbers do. One thing stands in the way: the renderer numbers the clipping paths of
-all drawings it ever made, and they are numbered anew here.
+only when its numbers do. Two things stand in the way. The renderer numbers the clipping paths of
+all drawings it ever made: they are numbered anew here. And it writes places with fifteen digits, in
+which the rounding of another processor shows: they are written to a thousandth of a pixel.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dualform.errors import DualFormError
 
 ENDINGS = (".svg", ".png", ".pdf", ".html", ".json")
 
+PLACES = re.compile(r' (?:d|transform|points|width|height|[xy][12]?|c[xy]|r)="[^"]*"')
+LONG = re.compile(r"-?\d+\.\d{4,}(?:e-?\d+)?")
 NUMBERED = re.compile(r"\b(clip|gradient_)(\d+)\b")
 
 
@@ -66,7 +69,7 @@ def _content(chart: Any, ending: str, scale: float) -> bytes:
         return page.encode()
     # nothing may be fetched: all data is inside the specification
     svg = vl_convert.vegalite_to_svg(specification, vl_version=version, allowed_base_urls=[])
-    svg = renumbered(svg)
+    svg = rounded(renumbered(svg))
     if ending == ".svg":
         return f"{svg}\n".encode()
     if ending == ".png":
@@ -81,3 +84,13 @@ def renumbered(svg: str) -> str:
     for match in names:
         seen.setdefault(match[0], f"{match[1]}{len(seen)}")
     return NUMBERED.sub(lambda match: seen[match[0]], svg)
+
+
+def rounded(svg: str) -> str:
+    """The same drawing, its places to a thousandth of a pixel; text and data stay as they are."""
+
+    def short(number: re.Match[str]) -> str:
+        text = f"{float(number[0]):.3f}".rstrip("0").rstrip(".")
+        return "0" if text == "-0" else text
+
+    return PLACES.sub(lambda places: LONG.sub(short, places[0]), svg)

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.recording.audit import Transition, advance_along, as_matrix
+from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched
 from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, Accumulated
@@ -234,6 +235,7 @@ class Accountant:
     # -- on the accountant's thread -------------------------------------------------------------
 
     def _work(self) -> None:
+        keep_to_one_core()
         while (job := self._jobs.get()) != "end":
             try:
                 while self._handed:

@@ -40,6 +40,7 @@ class Audits:
         self._waiting: list[tuple[ParameterAudit | None, ParameterAudit | None, Rows]] = []
         rows = [len(audit.sketch) for audit in audits]
         self._alike = all(rows) and not any(audit.entrywise for audit in audits)
+        self.rows = sum(rows)
         self._starts = np.cumsum([0, *rows])[:-1]
         self._weights, self._momentum, self._expected, self._projected = (
             np.zeros(sum(rows)) for _ in range(4)
@@ -58,16 +59,21 @@ class Audits:
         keys: Tensor,
         error_signals: Tensor,
         rows: Rows,
+        *,
+        later: bool = False,
     ) -> None:
         """Patterns on their way to the gradients of a layer, and their copies.
 
-        Where the copies are exact they are looked at later, those of all layers in one go: amid a
-        backward pass, which has just filled the processor's caches, everything takes twice as long.
+        `later`: where the copies are exact they are looked at by `catch_up`, those of all layers in
+        one go: amid a backward pass, which has just filled the processor's caches, everything takes
+        twice as long.
         """
-        if error_signals.dtype == rows.dtype and keys.dtype == rows.keys.dtype:
+        if error_signals.dtype != rows.dtype or keys.dtype != rows.keys.dtype:
+            see_patterns(weight, bias, keys, error_signals, rows)
+        elif later:
             self._waiting.append((weight, bias, rows))
         else:
-            see_patterns(weight, bias, keys, error_signals, rows)
+            see_patterns(weight, bias, rows.keys, rows.error_signals, rows)
 
     def catch_up(self) -> None:
         """Look at the patterns that wait for it."""

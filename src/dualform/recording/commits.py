@@ -63,6 +63,7 @@ class Commits:
 
     def gather(self) -> Extras:
         """Everything that goes with the steps up to now."""
+        self._steps.clerk.wait()
         self._steps.accountant.settle()
         if self._fingerprints.last != self._steps.step:
             self._take_fingerprint()
@@ -81,6 +82,7 @@ class Commits:
             self._take_fingerprint()
 
     def _take_fingerprint(self) -> None:
+        self._steps.clerk.wait()
         self._steps.accountant.catch_up()
         self._fingerprints.take(self._steps.step, self._steps.compare)
 

@@ -8,6 +8,7 @@ zeros means that what was seen before no longer counts.
 from __future__ import annotations
 
 from dualform.layers import Layer
+from dualform.recording.clerk import Clerk
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.sink import Sink
 
@@ -15,9 +16,9 @@ from dualform.recording.sink import Sink
 class Gradients:
     """Follows the accumulation of every layer's gradients through one step after the other."""
 
-    def __init__(self, parameters: Parameters, sink: Sink) -> None:
+    def __init__(self, parameters: Parameters, sink: Sink, clerk: Clerk) -> None:
         self._parameters = parameters
-        self._sink = sink
+        self._sink, self._clerk = sink, clerk
         self._step = 0
         self._backward = -1
         self._trained: dict[Layer, tuple[str, ...]] = {}
@@ -25,13 +26,17 @@ class Gradients:
     def next_step(self) -> None:
         self._trained = {}
 
-    def notice(self, layer: Layer, backward: int, step: int) -> int:
-        """Before a backward pass adds to a layer's gradients: how many patterns are taken back."""
+    def notice(self, layer: Layer, backward: int, step: int) -> tuple[int, list[Watched]]:
+        """Before a backward pass adds to a layer's gradients: what of them was thrown away.
+
+        How many patterns are taken back, and whose gradients begin anew.
+        """
         self._step = step
         if backward != self._backward:
             self._backward = backward
+            self._clerk.wait()
             self._parameters.audits.catch_up()  # with what earlier passes brought
-        dropped = 0
+        dropped, anew = 0, []
         for watched in self._parameters.of_layer(layer):
             if watched.backward == backward or not watched.parameter.requires_grad:
                 continue
@@ -39,11 +44,11 @@ class Gradients:
             if not self._starts_anew(watched):
                 continue
             if watched.seen != step:
-                watched.audit.forget(step)
+                anew.append(watched)
             elif (taken := self._take_back(watched)) is not None:
                 dropped += taken
-                watched.audit.forget(step)
-        return dropped
+                anew.append(watched)
+        return dropped, anew
 
     def _starts_anew(self, watched: Watched) -> bool:
         """Whether the gradient was thrown away: there is none, or only zeros.
@@ -53,8 +58,10 @@ class Gradients:
         gradient = watched.parameter.grad
         if not is_reset(gradient):
             return False
-        in_use = gradient is not None and watched.seen == self._step
-        return not (in_use and watched.audit.expects_nothing)
+        if gradient is None or watched.seen != self._step:
+            return True
+        self._clerk.wait()
+        return not watched.audit.expects_nothing
 
     def _take_back(self, watched: Watched) -> int | None:
         """Drop the patterns of this step whose gradient was thrown away: the step was skipped.
@@ -63,6 +70,7 @@ class Gradients:
         and an update by what came after them is one that cannot be explained. One whose patterns
         sum to nothing (a bias before BatchNorm) has zeros either way, and goes along.
         """
+        self._clerk.wait()
         held = self._sink.patterns_of_step()
         layers = [layer for layer in watched.layers if layer in held]
         parts = [part for layer in layers for part in self._parameters.of_layer(layer)]

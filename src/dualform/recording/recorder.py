@@ -33,22 +33,22 @@ from dualform.layers.naming import possible_names
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.capture import Capture
+from dualform.recording.clerk import Clerk
 from dualform.recording.commits import Commits
 from dualform.recording.description import describe
 from dualform.recording.findings import Findings
 from dualform.recording.fingerprints import Fingerprints
-from dualform.recording.gradients import Gradients
 from dualform.recording.graph import GraphCapture
+from dualform.recording.intake import Intake
 from dualform.recording.interrupts import Interrupts
-from dualform.recording.opaque import refuse_opaque, refuse_reentrant
+from dualform.recording.opaque import refuse_opaque
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
-from dualform.recording.rows import Rows
 from dualform.recording.sink import SETS, DiskSink, Sink
 from dualform.recording.steps import Steps, read_before_moving, unknown_rule
 from dualform.recording.storage import Storage
-from dualform.recording.tags import Context, Tag, Tags, Visit, refuse_untagged
+from dualform.recording.tags import Context, Tag, Tags
 
 logger = logging.getLogger("dualform")
 
@@ -86,14 +86,13 @@ class Recorder:
         self._phases: list[dict[str, Any]] = []
         self._snapshot_every, self._segment_bytes = snapshot_every, segment_bytes
         self._storage, self._step_budget = storage, step_budget
-        self._lock, self._interrupts = threading.RLock(), Interrupts()
+        self._lock, self._interrupts, self._clerk = threading.RLock(), Interrupts(), Clerk()
         self._tags = Tags()
         self._tag: Tag | None = None
         self._updates = 0  # of any optimizer: no tag outlives the next one
         self._state = "new"
         self._first_use: dict[Layer, int] = {}
         self._calls = 0  # of any layer, in the step under way
-        self._backwards: dict[int, int] = {}
         self._changed: dict[str, Tensor] = {}
         self._flush_due = False
 
@@ -127,6 +126,7 @@ class Recorder:
         try:
             try:
                 with self._lock:
+                    self._clerk.wait(quietly=kind is not None)
                     self._steps.apply_interrupted()
                     if self._steps.stepped:
                         self._changed |= self._buffers.changes()
@@ -147,6 +147,7 @@ class Recorder:
                 raise
             logger.exception("dualform: closing the memory at %s failed", self._path)
         finally:
+            self._clerk.close()
             self._steps.accountant.close()
             self._writer.release()
             self._interrupts.remove()
@@ -176,6 +177,7 @@ class Recorder:
         """
         self._must_be_recording("flush")
         with self._interrupts.held(), self._lock:
+            self._clerk.wait()
             if self._steps.stepped:  # one of several optimizers has moved: that is a step
                 self._changed |= self._buffers.changes()
                 self._close_step()
@@ -247,7 +249,9 @@ class Recorder:
                 fold=recurring.fold,
             )
             undo.pop_all()
-        self._gradients = Gradients(self._parameters, self._sink)
+        self._intake = Intake(
+            self._parameters, self._steps, self._sink, self._findings, self._clerk
+        )
         self._capture = Capture(self._layers, self._context, self._on_patterns)
         self._graph = GraphCapture(
             self._model, self._layers, self._parameters, self._capture, self._sink, self._chosen
@@ -277,6 +281,7 @@ class Recorder:
             known_rules=known_rules,
             without_patterns=self._without_patterns,
             findings=self._findings,
+            clerk=self._clerk,
         )
         self._commits = Commits(
             self._steps,
@@ -338,43 +343,11 @@ class Recorder:
         context: Context,
         backward: int,
     ) -> None:
-        tag, stale, call, inside = context
-        if inside:
-            refuse_reentrant(layer)
-        if tag is not None and layer.kind == "embedding" and not tag.is_of(keys, shape):
-            tag = None
         with self._lock:
             if self._steps.stepped:  # an optimizer has moved since: a new step begins
                 with self._interrupts.held():
                     self._close_step()
-            step = self._steps.step
-            if tag is not None:
-                if stale:
-                    refuse_untagged(layer.name, shape, step)
-                tag.check(layer.name, shape)
-            self._findings.dropped += self._gradients.notice(layer, backward, step)
-            microbatch = self._backwards.setdefault(backward, len(self._backwards))
-            trained = []
-            for watched in self._parameters.of_layer(layer):
-                if watched.parameter.requires_grad:
-                    trained.append(watched)
-                else:
-                    watched.passed_by = step
-            if not self._steps.is_recorded:
-                for watched in trained:
-                    watched.audit.uses += 1
-                return
-            change = self._gradients.change_of_trained(layer, trained)
-            if change is not None:
-                self._findings.unexplained_gradient(step, trained[0], change)
-            visit = Visit(step, microbatch, call, shape, tag)
-            kept = self._sink.append(layer, keys, error_signals, visit)
-            for watched in trained:
-                watched.seen = step
-            if audits := {w.name: w.audit for w in trained if w.resolved}:
-                rows = Rows(step, *kept, layer)
-                weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
-                self._parameters.audits.see(weight, bias, keys, error_signals, rows)
+            self._intake.take(layer, keys, error_signals, shape, context, backward)
 
     def _without_patterns(self, watched: Watched) -> None:
         """A layer whose parameters get gradients past its module: called functionally, compiled."""
@@ -420,6 +393,7 @@ class Recorder:
 
     def _close_step(self) -> None:
         """The step is over: its patterns and its log become part of the memory."""
+        self._clerk.wait()
         self._parameters.audits.catch_up()
         for layer in self._sink.patterns_of_step():
             parts = self._parameters.of_layer(layer)
@@ -432,8 +406,8 @@ class Recorder:
         self._parameters.audits.settle(self._steps.step)
         record, gradients = self._steps.close()
         changed, self._changed = self._changed, {}
-        self._calls, self._backwards = 0, {}
-        self._gradients.next_step()
+        self._calls = 0
+        self._intake.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed)
         self._commits.keep_up()

@@ -38,6 +38,7 @@ from torch import Tensor
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
 from dualform.memory.writing import MemoryWriter
+from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.regions import NarrowCopies
 from dualform.recording.ring import BufferSet, Fold
 from dualform.recording.ring import Extras as Extras
@@ -256,6 +257,7 @@ class DiskSink(Sink):
     # -- the writer thread ----------------------------------------------------------------------
 
     def _write(self) -> None:
+        keep_to_one_core()
         while True:
             self._handed_over.acquire()
             while len(self._ring) > 1 or (self._ending and self._ring[0].extras is not None):

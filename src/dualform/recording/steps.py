@@ -31,6 +31,7 @@ from dualform.memory.files import INITIAL, TensorFile
 from dualform.recording.accountant import Account, Accountant, Update
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
+from dualform.recording.clerk import Clerk
 from dualform.recording.findings import Findings
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
@@ -87,6 +88,7 @@ class Steps:
         known_rules: bool,
         without_patterns: Callable[[Watched], None],
         findings: Findings,
+        clerk: Clerk,
     ) -> None:
         self.step = 0
         self.stepped: list[Optimizer] = []
@@ -95,6 +97,7 @@ class Steps:
         self._path = path
         self._every = every
         self._findings = findings
+        self.clerk = clerk
         self.accountant = Accountant(self._start_again)
         self.accounts = StepAccounts(step_budget, parameters.audits, self.accountant)
         self._known_rules = known_rules
@@ -134,6 +137,7 @@ class Steps:
     def read(self, optimizer: Optimizer) -> None:
         """Look at every gradient the optimizer is about to use, and explain it."""
         self._pending = None
+        self.clerk.wait()
         self._parameters.audits.catch_up()
         if bool(getattr(optimizer, "found_inf", 0)):  # a fused optimizer told to skip this one
             return
@@ -261,6 +265,7 @@ class Steps:
         reading, self._pending = self._pending, None
         if reading is None or not self._known_rules:
             return
+        self.clerk.wait()
         self.accountant.catch_up()
         for move in reading.moves:
             if move.account is not None and move.gradient is not None:
@@ -284,11 +289,19 @@ class Steps:
             record.kappa[i], record.first[i] = move.kappa, move.first
             record.group[i] = offset + move.group
             record.unrecorded[i] = move.unrecorded
-            if move.account is None or move.gradient is None:  # else the accountant looks at it
-                record.projection[i] = move.watched.audit.sketched * reading.unscale
-        self._advance([move for move in moves if move.account is None])
         if self._known_rules:
             self._account_for(reading, moves)
+        # the accountant looks at the gradients that its accounts count
+        followed = [m for m in moves if m.account is None or m.gradient is None]
+        if followed and self.clerk.is_for(16 * self._parameters.audits.rows):
+            self.clerk.give(self._follow, record, followed, reading.unscale)
+        else:
+            self._follow(record, followed, reading.unscale)
+        for move in moves:
+            if move.account is None and move.gradient is not None:
+                self._stored |= self.accounts.keep(
+                    self.step, move.watched, move.gradient, self._learned_now
+                )
         self.stepped.append(reading.optimizer)
 
     def _account_for(self, reading: Reading, moves: Sequence[Move]) -> None:
@@ -306,11 +319,12 @@ class Steps:
             if move.account is not None and move.transition is not None
         ]
         self.accountant.hand_over(updates, reading.originals)
+
+    def _follow(self, record: StepRecord, moves: Sequence[Move], unscale: float) -> None:
+        """Write down what the gradients are along the probes, and where that puts the weights."""
         for move in moves:
-            if move.account is None and move.gradient is not None:
-                self._stored |= self.accounts.keep(
-                    self.step, move.watched, move.gradient, self._learned_now
-                )
+            record.projection[move.watched.index] = move.watched.audit.sketched * unscale
+        self._advance([move for move in moves if move.account is None])
 
     def _advance(self, moves: Sequence[Move]) -> None:
         """Predict where the weights are now; at once where all took the same step."""
@@ -340,6 +354,7 @@ class Steps:
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
+        self.clerk.wait()
         name = watched.name
         initial = TensorFile(self._path / INITIAL)
         weights = initial.tensor(f"parameters/{name}").double()

@@ -1,0 +1,96 @@
+"""A thread beside training that copies patterns and sums them up, in the order they come.
+
+Amid a backward pass the training thread only says what there is to do; the copying of rows, the
+audit's sums over them and the bookkeeping are done here, while torch computes the next gradient.
+
+Why it is hard: the rows are the training loop's own tensors. They may be written over as soon as
+the backward pass has returned (a batch that is filled anew in the same place), so it does not
+return before everything it gave is done. And whatever the clerk works on belongs to it until
+`wait`: the training thread waits before it looks at patterns, sums or predictions.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dualform.recording.one_core import keep_to_one_core
+
+Job = tuple[Callable[..., None], tuple[Any, ...]]
+
+LITTLE = 1 << 14
+"""A job about so many numbers takes less time than waking the clerk: an idle one is left alone."""
+
+
+class Clerk:
+    """Does one job after the other, in a thread that begins with the first.
+
+    A job that fails is told of by the next `wait`; those given after it are then left undone.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | _thread.LockType | None] = queue.SimpleQueue()
+        self._given = self._done = 0
+        self._trouble: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def is_for(self, numbers: int) -> bool:
+        """Whether a job about so many numbers is for the clerk, and not done sooner than told."""
+        return numbers > LITTLE or self._done != self._given
+
+    def give(self, work: Callable[..., None], *args: Any) -> None:
+        """One more job. In a process forked since there is no clerk: it is done at once."""
+        if os.getpid() != self._process:
+            work(*args)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="dualform-clerk", daemon=True)
+            self._thread.start()
+        self._given += 1
+        self._jobs.put((work, args))
+
+    def wait(self, *, quietly: bool = False) -> None:
+        """Until all that was given is done; raises what one of the jobs has raised.
+
+        Quietly: if something else is being raised already, that is forgotten.
+        """
+        if self._done != self._given and os.getpid() == self._process:
+            lock = _thread.allocate_lock()
+            lock.acquire()
+            self._jobs.put(lock)
+            lock.acquire()
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            if not quietly:
+                raise trouble
+
+    def close(self) -> None:
+        """End the thread; what was given is done first."""
+        if self._thread is not None and os.getpid() == self._process:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        keep_to_one_core()
+        torch.set_grad_enabled(False)  # of this thread alone
+        while (job := self._jobs.get()) is not None:
+            if not isinstance(job, tuple):
+                job.release()
+                continue
+            work, args = job
+            try:
+                if self._trouble is None:
+                    work(*args)
+            except BaseException as error:
+                self._trouble = error
+            finally:
+                del job, work, args  # nothing is held on to while waiting for the next
+                self._done += 1

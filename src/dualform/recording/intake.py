@@ -1,0 +1,135 @@
+"""Patterns on their way in: what must be seen amid the backward pass, and what may wait a little.
+
+Whether a gradient was thrown away since the last pass can only be seen before this one adds to it,
+and a tag that does not fit should be an error at the layer where it happens. Everything else, the
+copying above all, is left to the clerk (`clerk.py`). Tensors of another device than the CPU are
+copied at once: what is computed there is in order only with the thread that computes it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Variable
+
+from dualform.errors import RecordingError
+from dualform.layers import Layer
+from dualform.recording.clerk import Clerk
+from dualform.recording.findings import Findings
+from dualform.recording.gradients import Gradients
+from dualform.recording.opaque import refuse_reentrant
+from dualform.recording.parameters import Parameters, Watched
+from dualform.recording.rows import Rows
+from dualform.recording.sink import Sink
+from dualform.recording.steps import Steps
+from dualform.recording.tags import Context, Tag, Visit, refuse_untagged
+
+
+class Intake:
+    """Takes the patterns of one use of a layer after the other."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        steps: Steps,
+        sink: Sink,
+        findings: Findings,
+        clerk: Clerk,
+    ) -> None:
+        self._parameters, self._steps, self._sink = parameters, steps, sink
+        self._findings, self._clerk = findings, clerk
+        self._gradients = Gradients(parameters, sink, clerk)
+        self._backwards: dict[int, int] = {}
+        self._awaited = -1  # the backward pass that will not return before the clerk is done
+
+    def next_step(self) -> None:
+        self._backwards = {}
+        self._gradients.next_step()
+
+    def take(
+        self,
+        layer: Layer,
+        keys: Tensor,
+        error_signals: Tensor,
+        shape: tuple[int, ...],
+        context: Context,
+        backward: int,
+    ) -> None:
+        """Patterns that the backward pass now running is about to add to a layer's gradients."""
+        step = self._steps.step
+        tag = self._checked(layer, keys, shape, context, step)
+        dropped, anew = self._gradients.notice(layer, backward, step)
+        self._findings.dropped += dropped
+        microbatch = self._backwards.setdefault(backward, len(self._backwards))
+        trained = []
+        for watched in self._parameters.of_layer(layer):
+            if watched.parameter.requires_grad:
+                trained.append(watched)
+            else:
+                watched.passed_by = step
+        if not self._steps.is_recorded:
+            self._clerk.wait()
+            forget(anew, step)
+            for watched in trained:
+                watched.audit.uses += 1
+            return
+        change = self._gradients.change_of_trained(layer, trained)
+        if change is not None:
+            self._findings.unexplained_gradient(step, trained[0], change)
+        for watched in trained:
+            watched.seen = step
+        visit = Visit(step, microbatch, context.call, shape, tag)
+        patterns = layer, keys, error_signals, visit, trained, anew
+        on_cpu = keys.is_cpu and error_signals.is_cpu
+        if on_cpu and self._clerk.is_for(keys.numel() + error_signals.numel()):
+            if self._awaited != backward:
+                Variable._execution_engine.queue_callback(self._clerk.wait)
+                self._awaited = backward
+            self._clerk.give(self._keep, *patterns, (keys._version, error_signals._version))
+        else:
+            self._clerk.wait()
+            self._keep(*patterns)
+
+    def _checked(
+        self, layer: Layer, keys: Tensor, shape: tuple[int, ...], context: Context, step: int
+    ) -> Tag | None:
+        """The tag of the patterns, if they have one; raises if it is not theirs."""
+        tag = context.tag
+        if context.inside:
+            refuse_reentrant(layer)
+        if tag is None or (layer.kind == "embedding" and not tag.is_of(keys, shape)):
+            return None
+        if context.stale:
+            refuse_untagged(layer.name, shape, step)
+        tag.check(layer.name, shape)
+        return tag
+
+    def _keep(
+        self,
+        layer: Layer,
+        keys: Tensor,
+        error_signals: Tensor,
+        visit: Visit,
+        trained: list[Watched],
+        anew: list[Watched],
+        versions: tuple[int, int] | None = None,
+    ) -> None:
+        """Copy the patterns, and tell the audits of them."""
+        forget(anew, visit.step)
+        kept = self._sink.append(layer, keys, error_signals, visit)
+        if versions is not None and versions != (keys._version, error_signals._version):
+            raise RecordingError(
+                f"layer {layer.name!r}: its input or its error signal was changed in place during "
+                f"the backward pass of step {visit.step}, while it was being copied (by a hook?); "
+                "patterns are read until backward() returns: change tensors after it"
+            )
+        if audits := {w.name: w.audit for w in trained if w.resolved}:
+            rows = Rows(visit.step, *kept, layer)
+            weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
+            here = versions is None
+            self._parameters.audits.see(weight, bias, keys, error_signals, rows, later=here)
+
+
+def forget(anew: list[Watched], step: int) -> None:
+    """The gradients of these begin anew: what was seen before is not in them."""
+    for watched in anew:
+        watched.audit.forget(step)

@@ -1,0 +1,150 @@
+"""The clerk beside the training: what it copies cannot change meanwhile, and no thread is left."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import dualform as df
+from dualform.recording import clerk as room
+from dualform.recording.clerk import Clerk
+from dualform.recording.one_core import keep_to_one_core
+
+
+@pytest.fixture(autouse=True)
+def everything_is_for_the_clerk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LITTLE", -1)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+
+
+def sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def clerks() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "dualform-clerk"]
+
+
+def test_a_batch_that_is_filled_anew_in_place_is_kept_as_it_was(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(20, 5, 6, generator=generator, dtype=torch.float64)
+    batch, model = torch.empty(5, 6, dtype=torch.float64), network()
+    optimizer = sgd(model)
+    with df.record(model, optimizer, tmp_path / "run"):
+        for rows in given:
+            batch.copy_(rows)
+            model(batch).square().mean().backward()
+            batch.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = df.Memory.open(tmp_path / "run")
+    keys = memory.layer("0").keys
+    assert torch.equal(keys, given.reshape(-1, 6))
+    assert df.DualForm(model, memory).verify(given[0]).passed
+
+
+def test_an_input_changed_amid_the_backward_pass_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = network(), torch.ones(5, 6, dtype=torch.float64)
+    optimizer, append = sgd(model), room.Clerk.give
+
+    def change_it_first(clerk: Clerk, work: Callable[..., None], *args: Any) -> None:
+        def late(*args: Any) -> None:
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                args[1].add_(1)  # as a hook of the user's might, while the clerk is at it
+            work(*args)
+
+        append(clerk, late, *args)
+
+    monkeypatch.setattr(room.Clerk, "give", change_it_first)
+    with (
+        pytest.raises(df.RecordingError, match="changed in place during the backward pass"),
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        model(batch).square().mean().backward()
+    assert not clerks()
+
+
+def test_a_tag_that_does_not_fit_is_an_error_of_the_backward_pass(tmp_path: Path) -> None:
+    model = network()
+    with (
+        pytest.raises(df.RecordingError, match="leading shape"),
+        df.record(model, sgd(model), tmp_path / "run") as recorder,
+    ):
+        recorder.tag(label=[1, 2, 3])
+        model(torch.ones(5, 6, dtype=torch.float64)).sum().backward()
+    assert not clerks()
+
+
+def test_what_a_job_raises_comes_out_of_the_next_wait_and_later_jobs_are_left_undone() -> None:
+    clerk, done = Clerk(), []
+    clerk.give(done.append, 1)
+    clerk.give(int, "one")
+    clerk.give(done.append, 2)
+    with pytest.raises(ValueError, match="one"):
+        clerk.wait()
+    clerk.give(done.append, 3)
+    clerk.wait()
+    clerk.close()
+    assert done == [1, 3]
+    assert not clerks()
+
+
+def test_a_quiet_wait_forgets_what_a_job_has_raised() -> None:
+    clerk = Clerk()
+    clerk.give(int, "one")
+    clerk.wait(quietly=True)
+    clerk.wait()
+    clerk.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_in_a_forked_process_jobs_are_done_at_once() -> None:
+    clerk = Clerk()
+    clerk.give(list)
+    clerk.wait()
+    child = os.fork()
+    if not child:
+        done: list[int] = []
+        clerk.give(done.append, 1)
+        clerk.wait()
+        clerk.close()
+        os._exit(0 if done == [1] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    clerk.close()
+
+
+def test_a_thread_that_keeps_to_one_core_leaves_the_others_theirs() -> None:
+    seen: dict[str, int] = {}
+
+    def look(name: str) -> None:
+        seen[name] = torch.get_num_threads()
+
+    def beside() -> None:
+        keep_to_one_core()
+        look("beside")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for target, args in ((beside, ()), (look, ("later",))):
+            thread = threading.Thread(target=target, args=args)
+            thread.start()
+            thread.join()
+        look("training")
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"beside": 1, "later": 3, "training": 3}
