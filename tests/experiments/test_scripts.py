@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_a_script_opens_by_saying_what_it_is_for_and_stays_short(path: Path) -> 
 def test_a_script_explains_its_options_without_any_data(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(EXPERIMENTS / f"{name}.py"), "--help"],
-        capture_output=True, text=True, check=True, env={"DUALFORM_DATA": "/nowhere"},
+        capture_output=True, text=True, check=True, env={**os.environ, "DUALFORM_DATA": "/nowhere"},
     )  # fmt: skip
     for option in ("--quick", "--jobs", "--again", "--keep", "--results", "--scratch"):
         assert option in done.stdout
