@@ -17,7 +17,7 @@ import numpy as np
 
 import dualform as df
 from figures import Example, draw
-from runs import Experiment, Run, main
+from runs import Experiment, Run, main, start
 from training import CLASSES, Phase, Report, Task, task, trained
 from votes import accuracy, first, percent, predicted, totals
 
@@ -183,4 +183,4 @@ def chosen(
 EXPERIMENT = Experiment("mnist_fashion_continual", STEPS, QUICK_STEPS, phases, measure)
 
 if __name__ == "__main__":
-    main(EXPERIMENT, __doc__)
+    start(lambda: main(EXPERIMENT, __doc__))

@@ -16,7 +16,7 @@ import numpy as np
 
 import dualform as df
 from figures import Example, draw
-from runs import Experiment, Run, main
+from runs import Experiment, Run, main, start
 from training import CLASSES, Phase, Report, Task, task, trained
 from votes import (
     Ints,
@@ -188,4 +188,4 @@ def chosen(target: Ints, output: Ints, votes: dict[str, Any]) -> dict[str, Examp
 EXPERIMENT = Experiment("mnist_fashion_joint", (STEPS,), (QUICK_STEPS,), phases, measure)
 
 if __name__ == "__main__":
-    main(EXPERIMENT, __doc__)
+    start(lambda: main(EXPERIMENT, __doc__))

@@ -15,7 +15,7 @@ import numpy as np
 
 import dualform as df
 from figures import Example, draw, draw_recurring
-from runs import Experiment, Run, main
+from runs import Experiment, Run, main, start
 from training import Phase, Report, task, trained
 from votes import (
     accuracy,
@@ -145,4 +145,4 @@ def examples(run: Run, dual: df.DualForm, images: Any, labels: Any) -> dict[str,
 EXPERIMENT = Experiment("mnist_single", (STEPS,), (QUICK_STEPS,), phases, measure)
 
 if __name__ == "__main__":
-    main(EXPERIMENT, __doc__)
+    start(lambda: main(EXPERIMENT, __doc__))

@@ -20,7 +20,7 @@ import mnist_fashion_joint
 import mnist_single
 from dualform import charts
 from figures import NAMES, save
-from runs import Experiment, Job, Run, options, perform_all, planned, versions, write
+from runs import Experiment, Job, Run, options, perform_all, planned, start, versions, write
 from training import LAYERS, PRESETS
 
 SINGLE, JOINT = mnist_single.EXPERIMENT, mnist_fashion_joint.EXPERIMENT
@@ -236,4 +236,4 @@ def draw_accuracies(run: Run, numbers: Sequence[dict[str, Any]], preset: str) ->
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -29,6 +29,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import dualform as df
+from data import DataError
 from training import PRESETS, Phase, Report, estimate, train
 
 HERE = Path(__file__).resolve().parent
@@ -282,6 +283,16 @@ def planned(
         given.scratch or str(scratch),
         given.keep,
     )
+
+
+def start(command: Callable[[], None]) -> None:
+    """Run a command; what a user can mend, or asked for, ends it in words, not in a traceback."""
+    try:
+        command()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on with what is not finished")
+    except DataError as missing:
+        sys.exit(str(missing))
 
 
 def main(experiment: Experiment, about: str) -> None:
