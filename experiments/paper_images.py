@@ -30,7 +30,7 @@ PLAN: list[tuple[Experiment, str, int]] = [
     (CONTINUAL, "authors", 3),
     (SINGLE, "authors", 5),
     (CONTINUAL, "vanilla", 1),
-    (JOINT, "authors", 2),
+    (JOINT, "authors", 1),
     (SINGLE, "vanilla", 1),
     (JOINT, "vanilla", 1),
 ]
