@@ -21,6 +21,7 @@ from votes import (
     accuracy,
     error_norms,
     first,
+    key_lengths,
     predicted,
     recurring,
     split,
@@ -80,9 +81,7 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     found["weighted by error size"] = weighted(dual, images, labels)
     report("when, and which", 4, parts)
     found["strongest over time"] = over_time(dual, images[:LOOKED_AT], steps)
-    found["recurring examples"] = {
-        name: recurring(spotlight) for name, spotlight in dual.attend(images[:LOOKED_AT]).items()
-    }
+    found["recurring examples"] = which(dual, images[:LOOKED_AT])
     draw_recurring(run, "single-recurring", found["recurring examples"], {"mnist": mnist})
     report("figures", 5, parts)
     found["examples"] = examples(run, dual, images, labels)
@@ -128,7 +127,27 @@ def over_time(dual: df.DualForm, images: Any, steps: int) -> dict[str, Any]:
         "parts": PARTS,
         "percent of the strongest": found,
         "in the last fifth": {name: round(sum(p[-PARTS // 5 :]), 2) for name, p in found.items()},
+        "mean length of keys": {name: lengths(dual.memory.layer(name), steps) for name in found},
     }
+
+
+def lengths(layer: df.LayerMemory, steps: int) -> list[float]:
+    """The mean ‖key‖ of each part of the training, relative to that of all of it."""
+    norms, part = key_lengths(layer), layer.patterns["step"] * PARTS // steps
+    means = np.bincount(part, norms, PARTS) / np.bincount(part, minlength=PARTS)
+    return [round(float(mean), 3) for mean in means / norms.mean()]
+
+
+def which(dual: df.DualForm, images: Any) -> dict[str, Any]:
+    """The training examples that recur among the strongest, and how long their keys are."""
+    found = {name: recurring(spotlight) for name, spotlight in dual.attend(images).items()}
+    for name, listed in found.items():
+        layer = dual.memory.layer(name)
+        norms = key_lengths(layer)
+        for one in listed:
+            own = norms[layer.patterns["example"] == one["example"]]
+            one["mean length of its keys, relative"] = round(float(own.mean() / norms.mean()), 2)
+    return found
 
 
 def examples(run: Run, dual: df.DualForm, images: Any, labels: Any) -> dict[str, Any]:

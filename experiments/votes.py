@@ -118,6 +118,12 @@ def steps_of_the_strongest(spotlight: df.Spotlight, k: int, steps: int, bins: in
     return [round(100 * float(count) / len(found), 3) for count in counts]
 
 
+def key_lengths(layer: df.LayerMemory) -> Reals:
+    """‖x_t‖ of every pattern: the length of its key."""
+    blocks = layer.blocks(4096, error_signals=False)
+    return torch.cat([block.keys.double().norm(dim=1) for block in blocks]).numpy()
+
+
 def strongest_examples(
     spotlight: df.Spotlight, k: int, look: int = 500
 ) -> list[list[dict[str, Any]]]:

@@ -166,3 +166,9 @@ def test_an_example_is_chosen_by_rule_or_not_at_all() -> None:
     assert votes.first(np.array([False, True, True]), "") == 1
     with pytest.raises(LookupError, match="no test example is a cat"):
         votes.first(np.array([False]), "a cat")
+
+
+def test_lengths_of_keys_are_those_of_the_stored_ones(run: Recorded) -> None:
+    layer = run.memory.layer("2")
+    expected = layer.keys.norm(dim=1).numpy()
+    assert np.abs(votes.key_lengths(layer) - expected).max() < 1e-12
