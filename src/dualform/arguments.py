@@ -174,6 +174,53 @@ def target_of(text: str) -> int | str:
         ) from None
 
 
+def read_direction(file: Path) -> Tensor:
+    """What each output counts for: the one tensor of a file."""
+    tensors = _read_tensors(file)
+    if len(tensors) != 1:
+        raise df.DualFormError(
+            f"{file} holds {len(tensors)} tensors; --direction takes one, of the output's shape"
+        )
+    return next(iter(tensors.values()))
+
+
+def condition(memory: df.Memory, option: str, text: str) -> dict[str, Any]:
+    """What `label=7`, `label=1,7`, `task=fashion` or `step=0:3000` selects, as masks take it."""
+    column, equals, value = text.partition("=")
+    if not (column and equals and value):
+        raise df.QueryError(
+            f"{option} {text} is not a condition; expected COLUMN=VALUE, such as label=7, "
+            f"label=1,7 or step=0:3000; columns are {', '.join(memory.columns)}"
+        )
+    if column not in memory.columns:
+        raise df.QueryError(
+            f"{option} {text} was given, but there is no column {column!r}; this memory has "
+            f"{', '.join(memory.columns)}"
+        )
+    layers = (memory.layer(name) for name in memory.layers)
+    tables = [layer.patterns for layer in layers if layer.rank is None]
+    known = [v for table in tables if column in table for v in table.values(column)[:1]]
+    if not known or isinstance(known[0], str):
+        return {column: value.split(",")}
+    low, colon, high = value.partition(":")
+    try:
+        if colon:
+            return {column: slice(*(_number(end) if end else None for end in (low, high)))}
+        return {column: [_number(part) for part in value.split(",")]}
+    except ValueError:
+        raise df.QueryError(
+            f"{option} {text} was given, but {column!r} holds numbers such as {known[0]}; expected "
+            f"{column}=1, {column}=1,7 or {column}=0:3000"
+        ) from None
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
 def largest_output(output: Any) -> int:
     if not isinstance(output, Tensor) or output.numel() != output.shape[-1]:
         raise df.QueryError("the model's output is not one row; name the output with --target")

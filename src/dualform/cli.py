@@ -1,43 +1,31 @@
 """The command line: the library's questions in the library's words, and nothing of its own.
 
-Each command opens a memory, asks one question, and prints the answer as text or as JSON. What the
-arguments name is found by `arguments.py`; errors, progress and pipes are `terminal.py`'s.
+Each command opens a memory, asks one question, and prints the answer as text or as JSON. The two
+that ask about patterns are in `questions.py`; what the arguments name is found by `arguments.py`;
+errors, progress and pipes are `terminal.py`'s.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 import dualform as df
-from dualform import arguments, exports, overview, terminal
-from dualform.attention import reporting
+from dualform import arguments, overview, questions, terminal
 from dualform.options import (
-    at_option,
-    bins_option,
-    by_example_option,
-    by_option,
     destination_argument,
-    example_option,
-    export_option,
     input_option,
     json_option,
     kept_layers_option,
     model_option,
-    over_option,
     replace_option,
     run_argument,
-    sign_option,
     snapshot_every_option,
-    sum_by_option,
     to_dtype_option,
     together,
-    top_option,
 )
 
 
@@ -150,110 +138,8 @@ def verify(
         click.get_current_context().exit(terminal.FAILED)
 
 
-@main.command()
-@together(run_argument, example_option, input_option, model_option)
-@click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
-@together(at_option, top_option, sign_option, by_option)
-@together(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
-def attend(
-    run: Path,
-    example: str | None,
-    input_file: Path | None,
-    model: str | None,
-    layers: tuple[str, ...],
-    at: int | None,
-    top: int,
-    sign: str,
-    by: str | None,
-    sum_by: tuple[str, ...],
-    over: str | None,
-    bins: int,
-    by_example: bool,
-    export: Path | None,
-    as_json: bool,
-) -> None:
-    """What each layer looks at: the training patterns whose keys are most like the query.
-
-    Attention weights are key · query, signed and unnormalised; positive means alike. Ask with
-    --example (a training example, no model needed) or with --input and --model (any input).
-    """
-    dual, query = _question(run, example, input_file, model, at, export)
-    with _working("attending"):
-        with arguments.running(input_file):
-            attention = dual.attend(*query.pop("positional"), layers=layers or None, **query)
-        found = {
-            name: {
-                "top": spotlight.top(top, by=by, sign=sign),
-                **_further(spotlight, sum_by, over, bins, by, by_example),
-            }
-            for name, spotlight in attention.items()
-        }
-    _export(export, {f"{n}-{k}": t for n, tables in found.items() for k, t in tables.items()})
-    if as_json:
-        answer = {n: {k: t.to_dict() for k, t in tables.items()} for n, tables in found.items()}
-        terminal.show_json({"run": str(run), "step": dual.step, "layers": answer})
-    else:
-        tables = [table for answers in found.values() for table in answers.values()]
-        terminal.show(*map(overview.narrow, tables))
-
-
-@main.command()
-@together(run_argument, example_option, input_option, model_option)
-@click.option(
-    "--target",
-    metavar="OUTPUT",
-    help="Which output, counted from 0; or 'margin': the true class (--label) minus the best "
-    "other, or the predicted minus the runner-up. With --input the largest output by default.",
-)
-@click.option("--label", type=int, help="The true class, for --target margin.")
-@click.option(
-    "--layer",
-    help="By default the layer that produces the output. Through an earlier layer contributions "
-    "are to first order.",
-)
-@together(at_option, top_option, sign_option, by_option)
-@together(sum_by_option, over_option, bins_option, by_example_option, export_option, json_option)
-def contribute(
-    run: Path,
-    example: str | None,
-    input_file: Path | None,
-    model: str | None,
-    target: str | None,
-    label: int | None,
-    layer: str | None,
-    at: int | None,
-    top: int,
-    sign: str,
-    by: str | None,
-    sum_by: tuple[str, ...],
-    over: str | None,
-    bins: int,
-    by_example: bool,
-    export: Path | None,
-    as_json: bool,
-) -> None:
-    """What each training pattern wrote into an output, in the output's own units.
-
-    Positive raises the output. Together with the initial weights' part the contributions add up to
-    what the network says. They are an accounting of this run, not what retraining would give.
-    """
-    if target is None and example is not None:
-        raise click.UsageError("--example needs --target: which output of the layer")
-    aim = None if target is None else arguments.target_of(target)
-    dual, query = _question(run, example, input_file, model, at, export)
-    positional = query.pop("positional")
-    with _working("adding up"), arguments.running(input_file):
-        if aim is None:
-            aim = arguments.largest_output(dual(*positional, **query))
-        answer = dual.contribute(*positional, target=aim, layer=layer, label=label, **query)
-        listed = {"top": answer.top(top, sign=sign, by=by)}
-        listed |= _further(answer, sum_by, over, bins, by, by_example)
-    _export(export, listed)
-    if as_json:
-        tables = {name: table.to_dict() for name, table in listed.items()}
-        terminal.show_json({"run": str(run), "step": dual.step, **answer.to_dict(), **tables})
-    else:
-        terminal.show(overview.draw_sum(answer), *map(overview.narrow, listed.values()))
+main.add_command(questions.attend)
+main.add_command(questions.contribute)
 
 
 @main.command()
@@ -267,7 +153,7 @@ def prepare(run: Path, layers: tuple[str, ...], as_json: bool) -> None:
     Answers stay the same. Needs the extra `fast` to be of use.
     """
     dual = df.DualForm(None, df.Memory.open(run))
-    with _working("preparing"):
+    with questions.working("preparing"):
         made = dual.prepare(layers or None)
     if as_json:
         terminal.show_json({"run": str(run), **made.to_dict()})
@@ -417,61 +303,6 @@ def _convert(
         click.echo(repr(found))
     if not found.passed:
         click.get_current_context().exit(terminal.FAILED)
-
-
-def _question(
-    run: Path,
-    example: str | None,
-    input_file: Path | None,
-    model: str | None,
-    at: int | None,
-    export: Path | None,
-) -> tuple[df.DualForm, dict[str, Any]]:
-    """The view to ask, and the arguments of the question: `positional` and the named ones."""
-    if (example is None) == (input_file is None):
-        raise click.UsageError("ask with either --example ID or --input FILE.safetensors")
-    if input_file is not None and model is None:
-        raise click.UsageError("--input needs --model, which turns it into each layer's queries")
-    if export is not None:
-        exports.check_ending(export)
-    memory = df.Memory.open(run)
-    positional, named = arguments.read_input(input_file)
-    dual = df.DualForm(None if model is None else arguments.build_model(model), memory)
-    query: dict[str, Any] = {"positional": positional, **named}
-    if example is not None:
-        query["example"] = arguments.example_id(memory, example)
-    return (dual if at is None else dual.at(at)), query
-
-
-def _further(
-    answer: df.Spotlight | df.Contribution,
-    sum_by: tuple[str, ...],
-    over: str | None,
-    bins: int,
-    by: str | None,
-    by_example: bool,
-) -> dict[str, df.Table]:
-    """The tables that were asked for besides the top."""
-    tables: dict[str, df.Table] = {}
-    if sum_by:
-        tables["sum_by"] = answer.sum_by(*sum_by)
-    if over is not None:
-        tables["over"] = answer.over(over, bins=bins, by=by)
-    if by_example:
-        tables["by_example"] = answer.by_example()
-    return tables
-
-
-def _export(file: Path | None, tables: dict[str, df.Table]) -> None:
-    for path in [] if file is None else exports.export(file, tables):
-        click.echo(f"written: {path}", err=True)
-
-
-@contextmanager
-def _working(what: str) -> Iterator[None]:
-    """A bar that follows every pass over a layer's patterns."""
-    with terminal.progress_bar() as bar, reporting(lambda done, total: bar(what, done, total)):
-        yield
 
 
 if __name__ == "__main__":

@@ -31,6 +31,35 @@ input_option = click.option(
 example_option = click.option(
     "--example", metavar="ID", help="A recorded example, asked by its last recorded keys."
 )
+without_option = click.option(
+    "--without",
+    metavar="COLUMN=VALUE",
+    multiple=True,
+    help="Take away what these patterns wrote: label=7, label=1,7, step=0:3000; repeatable. It is "
+    "not retraining.",
+)
+only_option = click.option(
+    "--only",
+    metavar="COLUMN=VALUE",
+    multiple=True,
+    help="Keep the initial part and what these patterns wrote, and nothing else; repeatable.",
+)
+strength_option = click.option(
+    "--strength", type=float, help="How much --without takes away: 1 is all of it, the default."
+)
+mask_layer_option = click.option(
+    "--mask-layer",
+    "mask_layers",
+    metavar="NAME",
+    multiple=True,
+    help="Mask this layer only; may be repeated. By default all of them.",
+)
+routed_by_option = click.option(
+    "--routed-by",
+    metavar="COLUMN",
+    help="Leave out what was learned after the phase (such as a task) whose keys the input is most "
+    "like. Needs --input.",
+)
 at_option = click.option(
     "--at", metavar="STEP", type=int, help="Ask the network as it was after so many updates."
 )
@@ -62,12 +91,39 @@ bins_option = click.option("--bins", default=20, show_default=True, help="How ma
 by_example_option = click.option(
     "--by-example", is_flag=True, help="Also add up all visits of each training example."
 )
+absolute_option = click.option(
+    "--absolute",
+    type=click.Choice(["before", "after"]),
+    default="before",
+    show_default=True,
+    help="With --by-example: absolute values before or after visits are added up.",
+)
 export_option = click.option(
     "--export",
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="Also write the whole answer to FILE.csv or FILE.parquet; several tables to several "
     "files, named after it.",
+)
+
+asking_options = (example_option, input_option, model_option)
+view_options = (
+    at_option,
+    without_option,
+    only_option,
+    strength_option,
+    mask_layer_option,
+    routed_by_option,
+)
+listing_options = (
+    top_option,
+    sign_option,
+    by_option,
+    sum_by_option,
+    over_option,
+    bins_option,
+    by_example_option,
+    export_option,
 )
 
 destination_argument = click.argument("destination", type=click.Path(path_type=Path))

@@ -14,7 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 import dualform as df
-from dualform.attention import candidates, compiled, ranking, recurring, short_keys
+from dualform.attention import (
+    candidates,
+    compiled,
+    products,
+    ranking,
+    recurring,
+    short_keys,
+    visits,
+)
 from dualform.attention import group_sums as sums
 from dualform.attention import weights as weights_room
 from dualform.attention.grouping import Cells
@@ -144,7 +152,9 @@ def check_top(
 SIGNS = st.sampled_from(["most", "least", "absolute"])
 
 
-@pytest.mark.parametrize("way", ["few", "plain", "compiled", "compiled, few"])
+@pytest.mark.parametrize(
+    "way", ["few", "plain", "compiled", "compiled, few", "plain, coarse", "compiled, coarse"]
+)
 @settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -174,11 +184,75 @@ def choose(monkeypatch: Any, way: str) -> None:
     monkeypatch.setattr(compiled, "WORTH", 0 if way.startswith("compiled") else 1 << 62)
     monkeypatch.setattr(weights_room, "FEW", 8 if "few" in way else 0)
     monkeypatch.setattr(candidates, "ROOM", 1)
+    monkeypatch.setattr(candidates, "AT_ONCE", compiled.CHUNK + 3)
+    monkeypatch.setattr(products, "WORTH", 0 if "coarse" in way else 1 << 62)
+    monkeypatch.setattr(products, "is_native", lambda: True)
 
 
-@settings(max_examples=100, deadline=None)
-@given(worlds())
-def test_sums_by_group_are_the_sums_over_all_patterns(made: Any) -> None:
+@pytest.mark.parametrize("by_length", [False, True])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds(), block=st.integers(1, 130))
+def test_products_are_off_by_less_than_they_say(
+    monkeypatch: Any, by_length: bool, made: Any, block: int
+) -> None:
+    choose(monkeypatch, "plain, coarse")
+    world, queries, _, _, _ = made
+    lengths = weights_room.norms(world.layer)
+    scales = 1 / np.where(lengths > 0, lengths, 1.0) if by_length else None
+    for coarse in (False, True):
+        asked = products.products(world.layer, queries, scales, coarse=coarse)
+        exact = np.ldexp(brute(world, queries), asked.scale[:, None])
+        exact = exact if scales is None else exact * scales
+        for low in range(0, world.rows, block):
+            keys = asked.rounded(world.keys[low : low + block])
+            found = asked.times(0, len(queries), keys).double().numpy()
+            found = found if scales is None else found * scales[low : low + block]
+            assert (np.abs(found - exact[:, low : low + block]) <= asked.room[:, None]).all()
+
+
+def test_products_of_wide_keys_in_bfloat16_are_off_by_less_than_they_say(
+    monkeypatch: Any,
+) -> None:
+    choose(monkeypatch, "plain, coarse")
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(300, 5000, generator=generator).abs(), [])
+    queries = torch.randn(200, 5000, generator=generator, dtype=torch.float64).abs()
+    asked = products.products(world.layer, queries, None, coarse=True)
+    assert isinstance(asked, products.Coarse)
+    found = asked.times(0, 200, asked.rounded(world.keys)).double().numpy()
+    exact = np.ldexp((queries @ world.keys.double().T).numpy(), asked.scale[:, None])
+    assert (np.abs(found - exact) <= asked.room[:, None]).all()
+
+
+def test_products_in_bfloat16_leave_little_to_weigh_again(monkeypatch: Any) -> None:
+    choose(monkeypatch, "compiled, coarse")
+    generator = torch.Generator().manual_seed(0)
+    world = World(torch.randn(20_000, 64, generator=generator).relu(), [])
+    queries = torch.randn(9, 64, generator=generator, dtype=torch.float64).relu()
+    weighed = 0
+    weigh = candidates.CompiledCandidates._list
+
+    def counted(self: Any, query: Any, *others: Any) -> None:
+        nonlocal weighed
+        weighed += len(query)
+        weigh(self, query, *others)
+
+    monkeypatch.setattr(candidates.CompiledCandidates, "_list", counted)
+    ranking.top_patterns(world.layer, queries, None, 100, "most")
+    assert 9 * 100 <= weighed < 9 * 1500
+
+
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(made=worlds())
+def test_sums_by_group_are_the_sums_over_all_patterns(
+    monkeypatch: Any, way: str, made: Any
+) -> None:
+    choose(monkeypatch, way)
     world, queries, included, codes, groups = made
     signed, absolute = sums.group_sums(world.layer, queries, included, codes, groups)
     weights = brute(world, queries)
@@ -189,6 +263,27 @@ def test_sums_by_group_are_the_sums_over_all_patterns(made: Any) -> None:
         for found, expected in ((signed, weights), (absolute, np.abs(weights))):
             off = np.abs(found[:, group].numpy() - expected[:, here].sum(1)).max()
             assert off <= 1e-13 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [1, 12, compiled.FEW_GROUPS + 90])
+def test_key_sums_are_the_same_with_compiled_loops_however_many_groups(
+    monkeypatch: Any, groups: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2000, 33, generator=generator, dtype=dtype).relu() * -1.0  # zeros: -0.0
+    codes = torch.randint(0, groups, (2000,), generator=generator).numpy()
+    for sign in (1.0, -1.0):
+        found = {}
+        for way in ("plain", "compiled"):
+            choose(monkeypatch, way)
+            world = World(sign * keys, [500, 3])
+            found[way] = sums.key_sums(world.layer, None, codes, groups)
+        expected = np.zeros((groups, 33))
+        np.add.at(expected, codes, (sign * keys).double().numpy())
+        for table in found.values():
+            assert np.abs(table.sums.numpy() - expected).max() <= 1e-12 * np.abs(expected).max()
+            assert table.non_negative == (sign < 0)
 
 
 @pytest.mark.parametrize("way", ["plain", "compiled"])
@@ -339,17 +434,20 @@ class Distinct:
             yield low, self._keys[low : low + 7]
 
 
-@pytest.mark.parametrize("way", ["few", "plain", "compiled, few"])
+@pytest.mark.parametrize("way", ["few", "plain", "compiled, few", "compiled", "compiled, coarse"])
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(made=worlds(), k=st.integers(1, 130), sign=SIGNS)
+@given(made=worlds(), k=st.integers(1, 130), sign=SIGNS, saving=st.sampled_from([0, 1 << 62]))
 def test_a_memory_that_stores_recurring_keys_once_gives_the_same(
-    monkeypatch: Any, way: str, made: Any, k: int, sign: str
+    monkeypatch: Any, way: str, made: Any, k: int, sign: str, saving: int
 ) -> None:
     choose(monkeypatch, way)
+    monkeypatch.setattr(visits, "SAVING", saving)  # by different keys, and pattern by pattern
     world, queries, included, codes, groups = made
     world.distinct = Distinct(world.keys)
+    found = ranking.top_patterns(world.layer, queries, included, k, sign)
+    check_top(world, queries, included, None, 1, k, sign, found)
     cells = grouped(codes, groups)
     found = ranking.top_patterns(world.layer, queries, included, k, sign, cells)
     check_top(world, queries, included, codes, groups, k, sign, found)
@@ -405,6 +503,23 @@ def test_a_pass_over_keys_that_are_stored_once_reports_its_progress_too() -> Non
             question()
         assert told[0] == (0, world.distinct.rows)
         assert told[-1] == (world.distinct.rows, world.distinct.rows)
+
+
+def test_weighing_again_and_short_keys_report_their_progress(monkeypatch: Any) -> None:
+    choose(monkeypatch, "compiled, few")
+    world = World(torch.randn(10_000, 6), [100])
+    ask = torch.ones(1, 6, dtype=torch.float64)
+    short_keys.prepare(world.layer)
+    rows = np.arange(0, 10_000, 99)
+    for question in (
+        lambda: weights_room.pair_weights(world.layer, rows, ask, np.zeros_like(rows)),
+        lambda: short_keys.top(world.layer, ask, None, 3, "most"),
+    ):
+        told: list[tuple[int, int]] = []
+        with df.attention.reporting(lambda done, total, told=told: told.append((done, total))):
+            question()
+        assert told[0] == (0, 10_000)
+        assert told[-1] == (10_000, 10_000)
 
 
 @pytest.mark.parametrize("way", ["few", "plain"])

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dualform as df
-from dualform.attention import ranking
+from dualform.attention import buckets, engine, ranking
+from dualform.attention import weights as weights_room
 
 
 def brute(run: Any, layer: str, queries: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -129,13 +130,15 @@ def test_visits_of_an_example_are_added_up_strongest_first(run: Any) -> None:
     examples = run.memory.layer("fc1").patterns["example"]
     before, after = spotlight.by_example(), spotlight.by_example(absolute="after")
     assert sorted(before["example"].tolist()) == sorted(set(examples.tolist()))
-    assert np.all(np.diff(before["sum"]) <= 0)
-    for row, example in enumerate(before["example"].tolist()):
-        mine = weights[examples == example]
-        assert before["patterns"][row] == len(mine)
-        assert abs(before["sum"][row] - mine.sum()) <= 1e-11
-        assert abs(before["absolute"][row] - np.abs(mine).sum()) <= 1e-11
-        assert abs(after["absolute"][row] - abs(mine.sum())) <= 1e-11
+    for table in (before, after):  # the strongest first, whatever its sign
+        assert np.all(np.diff(table["absolute"]) <= 0)
+        assert table["sum"].min() < 0
+    for table, what in ((before, lambda a: np.abs(a).sum()), (after, lambda a: abs(a.sum()))):
+        for row, example in enumerate(table["example"].tolist()):
+            mine = weights[examples == example]
+            assert table["patterns"][row] == len(mine)
+            assert abs(table["sum"][row] - mine.sum()) <= 1e-11
+            assert abs(table["absolute"][row] - what(mine)) <= 1e-11
     with pytest.raises(df.QueryError, match='expected "before" or "after"'):
         spotlight.by_example(absolute="both")
 
@@ -163,6 +166,45 @@ def test_text_columns_group_too(run: Any) -> None:
     table = run.dual.attend(run.inputs[:1])["fc1"].sum_by("task")
     assert table["task"].tolist() == ["first", "second"]
     assert table["patterns"].tolist() == [120, 120]
+
+
+@pytest.mark.parametrize("at", [30, 17])
+@pytest.mark.parametrize("by", [None, "label"])
+def test_a_timeline_of_other_ranges_reads_only_what_their_ends_cut(
+    run: Any, monkeypatch: pytest.MonkeyPatch, by: str | None, at: int
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKETS", 16)  # of two steps each
+    monkeypatch.setattr(weights_room, "FEW", 0)
+    read: list[int] = []
+    blocks = engine.key_blocks
+
+    def counted(*args: Any) -> Any:
+        for rows, keys in blocks(*args):
+            read.append(len(rows))
+            yield rows, keys
+
+    monkeypatch.setattr(engine, "key_blocks", counted)
+    dual = run.dual.at(at)
+    spotlight = dual.attend(run.inputs[:5])["fc2"]
+    weights = spotlight.weights.numpy()
+    patterns = run.memory.layer("fc2").patterns
+    steps, labels = patterns["step"][spotlight.rows], patterns["label"][spotlight.rows]
+    passes = []
+    for bins in (4, 3, 1, 4):
+        read.clear()
+        table = spotlight.over("step", bins=bins, by=by)
+        passes.append(sum(read))
+        for i in range(len(table["sum"])):
+            here = (steps >= table["from"][i]) & (steps < table["to"][i])
+            here &= True if by is None else labels == table["label"][i]
+            expected = weights[table["query"][i], here]
+            assert abs(table["sum"][i] - expected.sum()) <= 1e-11
+            assert abs(table["absolute"][i] - np.abs(expected).sum()) <= 1e-11
+            assert table["patterns"][i] == here.sum()
+    first, other, whole, again = passes
+    assert first >= 8 * at  # all of it once
+    assert other <= 2 * 16  # at most two buckets are cut
+    assert whole == again == 0
 
 
 def test_the_timeline_adds_up_to_the_whole(run: Any) -> None:

@@ -167,6 +167,18 @@ USES: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "W @ x": lambda fc, x: fc.weight @ x[0].T,
     "rows of W": lambda fc, x: torch.cat([x @ fc.weight[2:].T, x @ fc.weight[:2].T], -1),
     "module and function": module_and_function,
+    "einsum": lambda fc, x: torch.einsum("bld,ed->ble", x, fc.weight),
+    "einsum and a bias": lambda fc, x: torch.einsum("bld,ed->ble", x, fc.weight) + fc.bias,
+    "einsum, the weight first": lambda fc, x: torch.einsum("ed,bd->be", fc.weight, x[:, 0]),
+    "einsum with W.T": lambda fc, x: torch.einsum("bld,de->ble", x, fc.weight.T),
+    "einsum with rows of W": lambda fc, x: torch.einsum("bld,ed->ble", x, fc.weight[1:4]),
+    "tensordot": lambda fc, x: torch.tensordot(x, fc.weight, ([2], [1])),
+    "bmm": lambda fc, x: torch.bmm(x, fc.weight.T.expand(len(x), 8, 5)),
+    "bmm and a bias": lambda fc, x: x.bmm(fc.weight.T[None].expand(len(x), 8, 5)) + fc.bias[None],
+    "bmm, the weight first": lambda fc, x: torch.bmm(fc.weight.expand(len(x), 5, 8), x.mT),
+    "a matrix with one dimension more": lambda fc, x: x @ fc.weight.T[None],
+    "W times a vector": lambda fc, x: torch.stack([torch.mv(fc.weight, row) for row in x[:, 0]]),
+    "W.T times a vector": lambda fc, x: fc.weight.T.mv(x[0, 0, :5]) + (x @ fc.weight.T).sum(),
 }
 
 CASES: dict[str, Callable[[], nn.Module]] = {
@@ -292,6 +304,67 @@ def test_an_attentions_patterns_are_tagged_like_its_inputs(tmp_path: Path) -> No
     assert torch.equal(memory.layer("attn.in_proj").keys, inputs.flatten(0, 1))
 
 
+PRODUCTS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    name: USES[name] for name in ("einsum", "einsum and a bias", "tensordot", "bmm")
+} | {"bmm of the first position": lambda fc, x: x[:, :1].bmm(fc.weight.T.expand(len(x), 8, 5))}
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_products_patterns_are_tagged_like_its_inputs(
+    name: str, batch: int, tmp_path: Path
+) -> None:
+    model = seeded(lambda: Functional(PRODUCTS[name]))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(batch, 3, 8, dtype=torch.float64)
+    with df.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.tag(example=list(range(10, 10 + batch)))
+        output = model(inputs)["outputs"][0]
+        output.square().mean().backward()
+        optimizer.step()
+    layer = df.Memory.open(tmp_path / "run").layer("fc" if "bias" in name else "fc.weight")
+    positions = output.shape[1]
+    assert layer.patterns["example"].tolist() == [10 + i // positions for i in range(len(layer))]
+    hidden = torch.tanh(df.DualForm(model, tmp_path / "run").at(step=0).to_model().first(inputs))
+    assert torch.equal(layer.keys, hidden[:, :positions].flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda fc, x: torch.einsum("bld,ed->elb", x, fc.weight),  # rows in another order
+        lambda fc, x: torch.einsum("bld,bed->ble", x, fc.weight.expand(len(x), 5, 8).cos()),
+        lambda fc, x: x.flatten(0, 1) @ fc.weight.reshape(8, 5),  # other rows than the weight's
+        lambda fc, x: [fc.weight.T, fc.weight.reshape(-1)][0].sum() + x,
+    ],
+)
+def test_a_product_of_another_kind_is_covered_step_by_step(
+    use: Callable[[nn.Linear, Tensor], Tensor], new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(lambda: Functional(use)), loss_of, torch.float64)
+    with pytest.warns(UserWarning, match="'fc.weight' .*step by step, without patterns"):
+        train(run)
+    assert certify(run).parameters["fc.weight"].coverage == "steps"
+
+
+def test_a_weight_that_is_returned_through_a_view_is_covered_step_by_step(
+    new_run: Any, certify: Any
+) -> None:
+    class Returned(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.weight.T
+
+    def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+        x = torch.randn(4, 3, 8, generator=generator, dtype=torch.float64)
+        output, view = model(x)
+        return output.square().mean() + view.square().sum()
+
+    run = new_run(seeded(lambda: Returned(8, 5)), loss, torch.float64)
+    with pytest.warns(UserWarning, match="'weight' .*step by step, without patterns"):
+        train(run)
+    assert certify(run).parameters["weight"].coverage == "steps"
+
+
 def test_a_network_of_modules_keeps_no_hook_for_graphs_after_the_first_step(
     tmp_path: Path,
 ) -> None:
@@ -334,8 +407,76 @@ def test_queries_of_weights_without_a_module_are_read_from_the_graph(
     assert torch.allclose(literally, projected.flatten(0, 1), rtol=1e-12, atol=1e-12)
     assert {n: p.requires_grad for n, p in run.model.named_parameters()} == before
     assert dual.verify(inputs).passed
-    with pytest.raises(df.QueryError, match=r"'attn.in_proj' is rows of 'attn.in_proj_weight'"):
-        dual.contribute(inputs[:1], target=torch.ones(1, 3, 3), layer="attn.in_proj")
+
+
+class Returned(nn.Module):
+    """A weight used by a function, whose result is the network's."""
+
+    def __init__(self, use: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.fc, self.use = nn.Linear(8, 8), nn.Linear(8, 5), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.fc, torch.tanh(self.first(x)))
+
+
+ASKED: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "self-attention": (SelfAttention, "head"),
+    "self-attention, positions first": (lambda: SelfAttention(batch_first=False), "head"),
+    "cross-attention": (CrossAttention, None),
+    "bare parameters": (OwnMatrix, "weight"),
+} | {
+    name: (lambda use=USES[name]: Returned(use), last)
+    for name, last in [
+        ("F.linear", "fc"),
+        ("F.linear without the bias", "fc.weight"),
+        ("x @ W.T + b", "fc"),
+        ("W @ x", "fc.weight"),
+        ("rows of W", None),
+        ("einsum and a bias", "fc"),
+        ("bmm and a bias", "fc"),
+        ("bmm, the weight first", "fc.weight"),
+        ("W times a vector", None),
+    ]
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_patterns_of_weights_without_a_module_contribute_to_a_new_input(
+    new_run: Any, certify: Any, case: str
+) -> None:
+    """Against G = d(target)/dW by plain autograd: Σ g·(W q) = ⟨G, W⟩, Σ (δ·g)(x·q) = δᵀGx."""
+    build, last = ASKED[case]
+    run = new_run(seeded(build), loss_of, torch.float64)
+    train(run)
+    memory = certify(run)
+    dual = df.DualForm(run.model, memory)
+    inputs = torch.randn(1, 3, 8, dtype=torch.float64)
+    twin = dual.to_model().eval()
+    aim = torch.randn(twin(inputs).shape, dtype=torch.float64)
+    value = (twin(inputs) * aim).sum()
+    value.backward()
+    for name in memory.layers:
+        layer = memory.layer(name)
+        split = dual.contribute(inputs, target=aim, layer=name)
+        total, values = 0.0, torch.zeros(layer.rows, dtype=torch.float64)
+        for parameter in filter(None, (layer.weight, layer.bias)):
+            own = twin.get_parameter(parameter)
+            rows, factors = layer.rows_of(parameter), dual._view.row_coefficients(layer, parameter)
+            assert own.grad is not None
+            assert factors is not None
+            total += float((own.grad * own.detach())[rows].sum())
+            written = layer.error_signals @ own.grad[rows]
+            written = written if parameter == layer.bias else (written * layer.keys).sum(1)
+            values += torch.from_numpy(factors) * written
+        assert split.first_order == (name != last)
+        assert abs(split.total - total) <= 1e-11
+        assert abs(split.residual) <= 1e-11
+        assert torch.allclose(split.values, values, rtol=0, atol=1e-12)
+    if last is not None:
+        whole = dual.contribute(inputs, target=aim)
+        assert whole.layer == last
+        assert abs(whole.total - value.item()) <= 1e-11
 
 
 def test_rows_of_a_shared_parameter_contribute_to_their_own_outputs_only(

@@ -58,21 +58,23 @@ def test_a_batch_that_is_filled_anew_in_place_is_kept_as_it_was(tmp_path: Path) 
 def test_an_input_changed_amid_the_backward_pass_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = network(), torch.ones(5, 6, dtype=torch.float64)
-    optimizer, append = sgd(model), room.Clerk.give
+    model, batch = nn.Linear(6, 4).double(), torch.ones(5, 6, dtype=torch.float64)
+    used, give = threading.Event(), room.Clerk.give
+    model.weight.register_post_accumulate_grad_hook(lambda _: used.set())
 
     def change_it_first(clerk: Clerk, work: Callable[..., None], *args: Any) -> None:
         def late(*args: Any) -> None:
-            if len(args) > 1 and isinstance(args[1], Tensor):
-                args[1].add_(1)  # as a hook of the user's might, while the clerk is at it
+            if isinstance(args[1], Tensor):
+                assert used.wait(60)
+                batch.add_(1)  # as a hook of the user's might, while the clerk is at it
             work(*args)
 
-        append(clerk, late, *args)
+        give(clerk, late, *args)
 
     monkeypatch.setattr(room.Clerk, "give", change_it_first)
     with (
         pytest.raises(df.RecordingError, match="changed in place during the backward pass"),
-        df.record(model, optimizer, tmp_path / "run"),
+        df.record(model, sgd(model), tmp_path / "run"),
     ):
         model(batch).square().mean().backward()
     assert not clerks()
@@ -101,6 +103,19 @@ def test_what_a_job_raises_comes_out_of_the_next_wait_and_later_jobs_are_left_un
     clerk.close()
     assert done == [1, 3]
     assert not clerks()
+
+
+def test_only_so_many_jobs_wait_at_a_time() -> None:
+    clerk, go_on, done = Clerk(), threading.Event(), []
+    clerk.give(go_on.wait, 60)
+    for number in range(room.WAITING - 1):
+        clerk.give(done.append, number)
+    assert not done
+    threading.Timer(0.05, go_on.set).start()
+    clerk.give(done.append, "more")
+    assert done[: room.WAITING - 1] == list(range(room.WAITING - 1))
+    clerk.close()
+    assert done[-1] == "more"
 
 
 def test_a_quiet_wait_forgets_what_a_job_has_raised() -> None:

@@ -2,13 +2,14 @@
 
 `dual_form.py` holds the verbs, `view.py` the network at a step under masks (`masks.py`),
 `routing.py` the view that each input chooses, `queries.py` how a test input becomes queries,
-`spotlight.py` and `contribution.py` the two readings, `verification.py` the certificate (with
-`tally.py` and the bounds of `rounding.py`).
+`spotlight.py` and `contribution.py` the two readings (of which output, `splitting.py`, `targets.py`
+and `used.py` say), `verification.py` the certificate (with `tally.py` and `rounding.py`'s bounds).
 
 Below them the engine: `engine.py` streams a layer's patterns, `grouping.py` puts them into groups;
 `weights.py` weighs a few queries exactly, `ranking.py` finds the strongest of many (with
-`candidates.py` and `short_keys.py`), `group_sums.py` and `group_matrices.py` answer in closed form
-(with `recurring.py`), `tables.py` keeps what was computed, `compiled.py` holds the inner loops.
+`products.py`, `candidates.py`, `visits.py` and `short_keys.py`), `group_sums.py` and
+`group_matrices.py` answer in closed form (with `recurring.py` and `buckets.py`), `tables.py` keeps
+what was found, `compiled.py` holds the inner loops.
 """
 
 from dualform.attention.contribution import Contribution

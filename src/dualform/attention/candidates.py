@@ -5,21 +5,30 @@ k, whatever rounding did to it and to the others. Most of a memory falls below t
 never looked at again; what does not is put on the cell's list, and a list that grows long is cut
 back to its best k, which raises the limit.
 
-Two ways to the same end: `CompiledCandidates` walks along the products in one compiled loop,
-`PlainCandidates` compares whole blocks by numpy and cuts all lists at once by one sort.
+Two ways to the same end: `CompiledCandidates` weighs what reaches its limit at once, while the keys
+are at hand, so lists hold exact weights and stay short; `PlainCandidates` compares whole blocks by
+numpy, keeps the products as they are, and cuts all lists at once by one sort.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dualform.attention import engine
 from dualform.attention.compiled import Kernels
+from dualform.attention.products import Products
 
 Codes = NDArray[np.int64]
+
+Weigh = Callable[[Codes, engine.Rows, Codes, Tensor], engine.Reals]
+
+AT_ONCE = 1 << 16
+"""Pairs of a query and a pattern that are weighed at once: their limits rise in between."""
 
 ROOM = 64
 """How much longer than 2 k a list may grow, so that short ones are not cut all the time."""
@@ -28,7 +37,9 @@ ROOM = 64
 class Candidates(Protocol):
     """The lists of all cells."""
 
-    def take(self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes) -> None:
+    def take(
+        self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes, keys: Tensor
+    ) -> None:
         """Look at products [n, b] of the queries from `first` on with the patterns `rows`."""
         ...
 
@@ -38,45 +49,86 @@ class Candidates(Protocol):
 
 
 class CompiledCandidates:
-    """Lists of a fixed length per cell, filled by a compiled loop."""
+    """Lists of a fixed length per cell, filled by compiled loops.
+
+    `weigh(query, rows, place, keys)` gives the exact weights of pairs of a query and a place in a
+    block of keys, as they are to be ranked; `asked` brought them to products by `asked.scale`.
+    """
 
     def __init__(
-        self, fast: Kernels, groups: int, k: int, room: engine.Reals, most: int, dtype: Any
+        self, fast: Kernels, weigh: Weigh, asked: Products, groups: int, k: int, most: int
     ) -> None:
-        self._fast, self._groups, self._k = fast, groups, k
-        self._room = 2 * room
-        cells, capacity = len(room) * groups, max(1, min(2 * k + ROOM, most))
-        self._limits = np.full(cells, -np.inf, dtype)
-        self._values = np.empty((cells, capacity), dtype)
+        self._fast, self._weigh, self._groups, self._k = fast, weigh, groups, k
+        self._asked = asked
+        cells, capacity = len(asked.room) * groups, max(1, min(2 * k + ROOM, most))
+        self._limits = np.full(cells, -np.inf)
+        self._products = np.full(cells, -np.inf, np.float32)
+        self._values = np.empty((cells, capacity))
         self._found = np.empty((cells, capacity), np.int64)
         self._fill = np.zeros(cells, np.int64)
-        self._scratch = np.empty(capacity, dtype)
+        self._scratch = np.empty(capacity)
+        self._pairs = np.empty((2, AT_ONCE), np.int64)
 
-    def take(self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes) -> None:
+    def take(
+        self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes, keys: Tensor
+    ) -> None:
+        self._begin(first, products)
         done = 0
+        while done < products.size:
+            done, count = self._fast.reach(
+                products, codes, self._groups, first, self._products, *self._pairs, done
+            )
+            if count:
+                query, place = self._pairs[:, :count]
+                self._list(query, place, rows, codes, keys)
+
+    def _begin(self, first: int, products: NDArray[Any]) -> None:
+        """Nothing to go by yet: the block's own k-th best, instead of weighing all of it."""
+        here = slice(first, first + len(products))
+        width, k = products.shape[1], self._k
+        if self._groups == 1 and width > 2 * k and np.isneginf(self._limits[here]).any():
+            kth = np.partition(products, width - k, axis=1)[:, width - k].astype(np.float64)
+            lowest = np.ldexp(kth - self._asked.room[here], -self._asked.scale[here])
+            self._limits[here] = np.maximum(self._limits[here], lowest)
+            self._raise()
+
+    def _list(
+        self, query: Codes, place: Codes, rows: engine.Rows, codes: Codes, keys: Tensor
+    ) -> None:
+        cells = query * self._groups
+        if self._groups > 1:
+            cells += codes[place]
+        ranked, done = self._weigh(query, rows, place, keys), 0
         while True:
-            done = self._fast.pick(
-                products, codes, self._groups, first, rows, self._k, self._room, self._limits,
-                self._values, self._found, self._fill, self._scratch, done,
+            done = self._fast.insert(
+                cells, ranked, rows[place], self._k, self._limits, self._values, self._found,
+                self._fill, self._scratch, done,
             )  # fmt: skip
-            if done >= products.size:
-                return
+            if done == len(cells):
+                return self._raise()
             self._grow()
 
+    def _raise(self) -> None:
+        """Limits as products have to reach them: below what rounding can do to them."""
+        scale = np.repeat(self._asked.scale, self._groups)
+        limits = np.ldexp(self._limits, scale) - np.repeat(self._asked.room, self._groups)
+        with np.errstate(over="ignore"):
+            narrow = limits.astype(self._products.dtype)
+        self._products = np.nextafter(narrow, narrow.dtype.type(-np.inf))
+
     def _grow(self) -> None:
-        """Longer lists: one is full of numbers that rounding cannot tell apart."""
+        """Longer lists: one is nearly full of numbers that are all the same."""
         self._values = np.concatenate([self._values, np.empty_like(self._values)], axis=1)
         self._found = np.concatenate([self._found, np.empty_like(self._found)], axis=1)
-        self._scratch = np.empty(2 * len(self._scratch), self._scratch.dtype)
+        self._scratch = np.empty(2 * len(self._scratch))
 
     def result(self) -> tuple[Codes, engine.Rows]:
         capacity, k = self._found.shape[1], self._k
         self._values[np.arange(capacity) >= self._fill[:, None]] = -np.inf
         if capacity > k:  # a last cut
             kth = np.partition(self._values, capacity - k, axis=1)[:, capacity - k]
-            room = np.repeat(self._room, self._groups)
-            self._limits = np.maximum(self._limits, _lowered(kth, room))
-        left = self._values >= np.maximum(self._limits, np.finfo(self._limits.dtype).min)[:, None]
+            self._limits = np.maximum(self._limits, kth)
+        left = self._values >= np.maximum(self._limits, np.finfo(np.float64).min)[:, None]
         return np.nonzero(left)[0], self._found[left]
 
 
@@ -91,7 +143,9 @@ class PlainCandidates:
         self._waiting = 0
         self._at_most = max(1 << 17, k * len(room) * groups)
 
-    def take(self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes) -> None:
+    def take(
+        self, first: int, products: NDArray[Any], rows: engine.Rows, codes: Codes, keys: Tensor
+    ) -> None:
         limits = self._limits[first : first + len(products)]
         width, k = products.shape[1], self._k
         if self._groups == 1 and width > 2 * k and np.isneginf(limits).any():
@@ -126,6 +180,7 @@ class PlainCandidates:
         kept = values >= limits[cells]
         self._lists = [(cells[kept], rows[kept], values[kept])]
         self._waiting = 0
+        self._at_most = max(self._at_most, int(kept.sum()))
 
     def result(self) -> tuple[Codes, engine.Rows]:
         if not self._lists:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine, grouping, ranking, weights
-from dualform.attention.spotlight import check_k, pattern_columns
+from dualform.attention.spotlight import check_absolute, check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
 from dualform.layers.kinds import write
@@ -156,7 +156,7 @@ class Contribution:
         Example:
             >>> contribution.over("step", bins=10, by="task")            # doctest: +SKIP
         """
-        edges, bin_of = grouping.bins(self._patterns, column, bins, np.flatnonzero(self._included))
+        edges, bin_of = grouping.bins(self._patterns, column, bins, self._included)
         cells = grouping.cells(self._patterns, () if by is None else (by,))
         values, ranges = cells.column(0) if by is not None else [None], len(edges) - 1
         table: dict[str, Any] = {
@@ -168,14 +168,19 @@ class Contribution:
         table |= self._sums(bin_of * len(values) + cells.codes, ranges * len(values))
         return Table(table, f"{self.caption}; over {column}")
 
-    def by_example(self, column: str = "example") -> Table:
+    def by_example(self, column: str = "example", *, absolute: str = "before") -> Table:
         """Contributions per training example, all its visits added, most raising first.
+
+        `absolute="before"` adds the absolute values of its visits (how much of it cancels),
+        `"after"` takes the absolute value of their sum. In the target's units.
 
         Example:
             >>> contribution.by_example()["example"][:3]                 # doctest: +SKIP
         """
         cells = grouping.cells(self._patterns, (column,))
         sums = self._sums(cells.codes, len(cells.values))
+        if check_absolute(absolute) == "after":
+            sums["absolute"] = np.abs(sums["contribution"])
         order = ranking.top_of(sums["contribution"], len(cells.values), "most")
         order = order[sums["patterns"][order] > 0]  # masked out, or later than this view
         table: dict[str, Any] = {beside(column, OWN): cells.listed[order]}

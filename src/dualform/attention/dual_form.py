@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import queries as asking
-from dualform.attention import short_keys
+from dualform.attention import short_keys, splitting
 from dualform.attention.checks import verify
-from dualform.attention.contribution import Contribution, Target, contribution
+from dualform.attention.contribution import Contribution
 from dualform.attention.engine import Progress
 from dualform.attention.masks import Mask, as_rows, as_strength
 from dualform.attention.routing import Routed
 from dualform.attention.spotlight import Attention, Spotlight, check_k, is_whole
-from dualform.attention.targets import Aim, Traced, aim, index_of, is_margin
+from dualform.attention.targets import Aim, index_of, is_margin
 from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
-from dualform.layers import as_patterns, flattened
-from dualform.memory import LayerMemory, Memory
+from dualform.memory import Memory
 from dualform.table import Table
 
 
@@ -46,7 +45,13 @@ class DualForm:
     """
 
     def __init__(self, model: nn.Module | None, memory: Memory | str | Path) -> None:
-        self.memory = memory if not isinstance(memory, (str, Path)) else Memory.open(memory)
+        memory = Memory.open(memory) if isinstance(memory, (str, Path)) else memory
+        if not isinstance(memory, Memory):
+            raise QueryError(
+                f"DualForm was given {memory!r} as its memory; expected a recorded run: its path, "
+                'or df.Memory.open("RUN")'
+            )
+        self.memory = memory
         self.model = model
         if model is not None:
             asking.check_architecture(model, self.memory)
@@ -61,6 +66,11 @@ class DualForm:
     def is_masked(self) -> bool:
         """Whether `without` or `only` took something away."""
         return bool(self._view.masks)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The masks of this view, as they were asked for: `"without(task='fashion')"`."""
+        return tuple(str(mask) for mask in self._view.masks)
 
     def __call__(self, *inputs: Any, by: str = "weights", **kwargs: Any) -> Any:
         """The network's output, in eval mode, by `"weights"` (rebuilt) or by `"patterns"`.
@@ -199,8 +209,10 @@ class DualForm:
         if label is not None and not is_whole(label):
             raise QueryError(f"label={label!r}: expected the index of the true class")
         if example is not None:
-            return self._contribute_example(example, target, layer, label)
-        return self._contribute_input(inputs, kwargs, target, layer, label)
+            return splitting.of_example(self._view, example, target, layer, label)
+        model = self._model("a contribution to the model's output")
+        asked = splitting.Asked(self._view, model, inputs, kwargs)
+        return splitting.of_input(asked, target, layer, label)
 
     def at(self, step: int) -> DualForm:
         """The same network after `step` updates: 0 is before training. Masks stay.
@@ -358,7 +370,7 @@ class DualForm:
 
     def _spotlight(self, name: str, rows: Tensor) -> Spotlight:
         layer = self.memory.layer(name)
-        return Spotlight(layer, rows, self._view.row_weights(layer) != 0)
+        return Spotlight(layer, rows, self._view.included(layer))
 
     def _given_queries(
         self, queries: Tensor | Mapping[str, Tensor] | None, names: list[str]
@@ -380,80 +392,6 @@ class DualForm:
             name: asking.given_queries(self.memory.layer(name), rows)
             for name, rows in handed.items()
         }
-
-    def _contribute_example(
-        self, example: Any, target: Aim, layer: str | None, label: int | None
-    ) -> Contribution:
-        if not self.memory.layers:
-            raise QueryError(f"{self.memory.path} holds no patterns, so nothing was written")
-        known = self.memory.layer(layer if layer is not None else self.memory.layers[-1])
-        known.need_error_signals("a contribution")
-        rows = asking.example_queries(self._view, known, example)
-        shape = (known.out_features,) if len(rows) == 1 else (len(rows), known.out_features)
-        outputs = torch.zeros(shape)
-        if is_margin(target):
-            outputs = self._view.output(known, rows).reshape(shape)
-        direction, name = aim(target, label, outputs, f"layer {known.name!r}")
-        name = f"{name} of layer {known.name} for example {example!r}"
-        direction = direction.reshape(len(rows), known.out_features)
-        return contribution(self._view, known, rows, direction, Target(name, first_order=False))
-
-    def _contribute_input(
-        self,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Aim,
-        layer: str | None,
-        label: int | None,
-    ) -> Contribution:
-        model = self._model("a contribution to the model's output")
-        if layer is not None:
-            self.memory.layer(layer)
-        names = self.memory.layers if layer is None else (layer,)
-        traced = Traced()
-        with torch.enable_grad():
-            output = asking.run(model, self._view, inputs, kwargs, traced.on_layer, names)
-        if not isinstance(output, Tensor):
-            raise QueryError(
-                f"the model returns a {type(output).__name__}; contribute needs a tensor of outputs"
-            )
-        direction, name = aim(target, label, output, "the model's output")
-        produced = traced.layer_of(output)
-        chosen = layer if layer is not None else produced
-        if chosen is None:
-            raise QueryError(
-                "no recorded layer's output is the model's output as it stands, so no layer's "
-                "contributions add up to it; name a layer for contributions to first order: "
-                f"layer=one of {', '.join(self.memory.layers)}"
-            )
-        exact = chosen == produced
-        value = (output * direction.to(output)).sum()
-        told = Target(f"{name} of the model", first_order=not exact)
-        return self._split(traced, self.memory.layer(chosen), value, told)
-
-    def _split(
-        self, traced: Traced, layer: LayerMemory, value: Tensor, target: Target
-    ) -> Contribution:
-        calls = traced.calls.get(layer.name, [])
-        if not calls and not asking.has_module(layer):
-            raise QueryError(
-                f"layer {layer.name!r} is rows of {layer.weight!r}, used without a module of its "
-                "own: its contributions to a new input cannot be told apart; name another layer, "
-                "or ask for a recorded one with example=..."
-            )
-        if not calls:
-            raise QueryError(
-                f"layer {layer.name!r} was not called for this input (attention uses out_proj "
-                "without calling it); name another layer, or ask for a recorded one with example="
-            )
-        # g = d(target)/d(layer output): one-hot where the layer's output is the model's.
-        slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
-        rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
-        asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
-        directions = torch.cat([flattened(slope) for slope in slopes])
-        outputs = torch.cat([flattened(call.output) for call in calls])
-        primal = float((outputs.double() * directions.double()).sum())
-        return contribution(self._view, layer, rows, directions, target, primal)
 
 
 def _names(layers: str | Sequence[str]) -> list[str]:

@@ -71,6 +71,17 @@ def distinct_blocks(distinct: DistinctKeys, size: int = BLOCK) -> Iterator[tuple
         progress(distinct.rows, distinct.rows)
 
 
+def starts(total: int, size: int = BLOCK) -> Iterator[int]:
+    """Where each block of so many rows begins, with progress."""
+    progress = _progress.get()
+    for start in range(0, total, size):
+        if progress is not None:
+            progress(start, total)
+        yield start
+    if progress is not None:
+        progress(total, total)
+
+
 @dataclass(frozen=True)
 class Scanned:
     """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out].
@@ -87,12 +98,12 @@ _NOTHING = torch.empty(0, 0, dtype=torch.float64)
 
 
 class Buffer:
-    """Room that is used again for block after block: fresh memory costs more than the widening."""
+    """Room that is used again for block after block: fresh memory costs more than converting."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._room = torch.empty(0, dtype=dtype)
 
-    def widened(self, tensor: Tensor) -> Tensor:
+    def converted(self, tensor: Tensor) -> Tensor:
         """The tensor in the buffer's dtype; valid until the next call."""
         if tensor.dtype == self._room.dtype:
             return tensor
@@ -141,8 +152,8 @@ def scan(
         signals = part.error_signals
         yield Scanned(
             rows,
-            room[0].widened(keys_of(part)[chosen]) if keys else _NOTHING,
-            _NOTHING if signals is None else room[1].widened(signals[chosen]),
+            room[0].converted(keys_of(part)[chosen]) if keys else _NOTHING,
+            _NOTHING if signals is None else room[1].converted(signals[chosen]),
         )
 
 
@@ -169,7 +180,7 @@ def key_blocks(
         keys = keys_of(part)
         if inside is not None and not inside.all():
             rows, keys = rows[inside], keys[torch.from_numpy(np.flatnonzero(inside))]
-        keys = keys if keys.dtype == torch.float64 else room.widened(keys)
+        keys = keys if keys.dtype == torch.float64 else room.converted(keys)
         yield rows, keys
 
 

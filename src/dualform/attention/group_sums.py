@@ -11,6 +11,7 @@ A table takes one pass over the keys and is then kept (`tables.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine
-from dualform.attention.compiled import kernels
+from dualform.attention.compiled import AT_ONCE, kernels
 from dualform.attention.recurring import recurring_keys
 from dualform.attention.tables import kept
 from dualform.attention.weights import CACHED
@@ -39,6 +40,9 @@ MANY_GROUPS = 64
 """Groups from which on rows are added one by one instead of by a matrix product."""
 
 
+Build = Callable[[], dict[str, Tensor]]
+
+
 class KeySums(NamedTuple):
     """Σ x over each group [groups, d_in], float64; whether no key has a negative entry."""
 
@@ -52,21 +56,32 @@ def group_sums(
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
+    build: Build | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ α and Σ |α| over the patterns of each group: [n, groups] twice, float64."""
+    """Σ α and Σ |α| over the patterns of each group: [n, groups] twice, float64.
+
+    Queries may be of any precision: they are widened a few at a time. `build` is a shorter way to
+    the table of key sums, if there is one.
+    """
     if layer.kind == "embedding":
         counts = _token_counts(layer, queries, included, codes, groups)
         return counts, counts
     if groups * layer.in_features * 8 > LARGEST_TABLE:
-        return _streamed(layer, queries, included, codes, groups)
-    table = key_sums(layer, included, codes, groups)
-    signed = queries @ table.sums.T
+        return _streamed(layer, queries.double(), included, codes, groups)
+    table = key_sums(layer, included, codes, groups, build)
+    signed = torch.empty(len(queries), groups, dtype=torch.float64)
     mixed = torch.ones(len(queries), dtype=torch.bool)
-    if table.non_negative:
-        mixed = (queries < 0).any(dim=1)
+    room = engine.Buffer(torch.float64)
+    for low in range(0, len(queries), QUERIES_AT_ONCE):
+        here = slice(low, low + QUERIES_AT_ONCE)
+        wide = room.converted(queries[here])
+        signed[here] = torch.mm(table.sums, wide.T).T
+        if table.non_negative:
+            mixed[here] = wide.amin(1) < 0
     absolute = signed.clone()
     if bool(mixed.any()):
-        absolute[mixed] = _absolute(layer, queries[mixed], included, codes, groups)
+        asked = queries[mixed].double()
+        absolute[mixed] = _absolute(layer, asked, included, codes, groups)
     return signed, absolute
 
 
@@ -78,7 +93,9 @@ def sums_of_held(
     signed, absolute = np.zeros((2, len(held), groups))
     for i, line in enumerate(held):
         signed[i] = np.bincount(codes[inside], line[inside], groups)
-        absolute[i] = np.bincount(codes[inside], np.abs(line[inside]), groups)
+        absolute[i] = signed[i]
+        if line.min(initial=0.0) < 0:
+            absolute[i] = np.bincount(codes[inside], np.abs(line[inside]), groups)
     return torch.from_numpy(signed), torch.from_numpy(absolute)
 
 
@@ -87,35 +104,43 @@ def key_sums(
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
+    build: Build | None = None,
 ) -> KeySums:
     """The table of key sums of these groups, built in one pass or taken from those kept."""
-    about = f"key sums of {groups} groups {_digest(included, codes)}"
-    table = kept(layer, about, lambda: _build(layer, included, codes, groups))
+    about = f"key sums of {groups} groups {_digest(included, codes, groups)}"
+    table = kept(layer, about, build or (lambda: build_sums(layer, included, codes, groups)))
     return KeySums(table["sums"], not bool(table["negative"]))
 
 
-def _digest(included: NDArray[np.bool_] | None, codes: NDArray[np.int64]) -> str:
-    digest = blake2b(np.ascontiguousarray(codes).tobytes(), digest_size=16)
+def _digest(included: NDArray[np.bool_] | None, codes: NDArray[np.int64], groups: int) -> str:
+    short = codes.astype(np.min_scalar_type(max(0, groups - 1)))
+    digest = blake2b(short.tobytes(), digest_size=16)
     digest.update(b"all" if included is None else np.packbits(included).tobytes())
     return digest.hexdigest()
 
 
-def _build(
+def build_sums(
     layer: LayerMemory,
     included: NDArray[np.bool_] | None,
     codes: NDArray[np.int64],
     groups: int,
 ) -> dict[str, Tensor]:
+    """The table of key sums, in one pass over the patterns that are included."""
     sums = torch.zeros(groups, layer.in_features, dtype=torch.float64)
     if layer.distinct is not None and layer.distinct.rows * groups <= MOST_COUNTS:
         return _build_from_distinct(layer, included, codes, sums)
-    negative, fast = 0, kernels(layer)
+    negative, fast = False, kernels(layer)
+    room = np.empty(AT_ONCE, np.int64), np.empty(groups, np.int64)
     for rows, keys in engine.key_blocks(layer, included):
         if fast is not None:
-            negative += fast.add_rows(keys.numpy(), codes[rows], sums.numpy())
+            array = keys.numpy()
+            bits = array.view(np.int32 if array.dtype == np.float32 else np.int64)
+            signs = fast.add_rows(array, bits, codes[rows], sums.numpy(), *room)
         else:
             _add_rows(keys, codes[rows], sums)
-            negative += bool(keys.numel() and keys.min() < 0)
+            signs = True
+        # zeros may have a minus sign, and are not negative
+        negative = negative or (signs and bool(keys.numel() and keys.min() < 0))
     return {"sums": sums, "negative": torch.tensor([negative])}
 
 
@@ -139,7 +164,7 @@ def _add_rows(keys: Tensor, codes: NDArray[np.int64], sums: Tensor) -> None:
     step, room = max(1, CACHED // keys.shape[1]), engine.Buffer(torch.float64)
     groups = torch.arange(len(sums))[:, None]
     for start in range(0, len(keys), step):
-        wide = room.widened(keys[start : start + step])
+        wide = room.converted(keys[start : start + step])
         code = torch.from_numpy(codes[start : start + step])
         if len(sums) <= MANY_GROUPS:  # as a product with ones and zeros
             sums += (code == groups).double() @ wide

@@ -104,14 +104,15 @@ def group_codes(values: NDArray[Any]) -> tuple[list[Any], Codes]:
 
 
 def bins(
-    patterns: Patterns, column: str, count: int, rows: NDArray[np.int64]
+    patterns: Patterns, column: str, count: int, included: NDArray[np.bool_] | None
 ) -> tuple[NDArray[Any], Codes]:
-    """Equal ranges of a number over some patterns: their edges, and each pattern's range."""
+    """Equal ranges of a number over all or some patterns: their edges, each pattern's range."""
     values = patterns[column]
     if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 1:
         raise QueryError(f"bins={count!r}: expected a whole number of ranges, at least one")
-    kept = values[rows]
-    if values.dtype.kind not in "biuf" or not np.isfinite(kept).all():
+    kept = values if included is None else values[included]
+    kind = values.dtype.kind
+    if kind not in "biuf" or (kind == "f" and not np.isfinite(kept).all()):
         raise QueryError(
             f"column {column!r} holds text, or has no (finite) number for some patterns; "
             ".over() needs a number for each: use .sum_by()"

@@ -182,7 +182,7 @@ def queries_of(
         run(model, view, inputs, kwargs, collect, layers)
     unseen = [name for name, rows in received.items() if not rows]
     if unseen:
-        received |= _received_by_functions(model, view, inputs, kwargs, unseen)
+        received |= run_with_uses(model, view, inputs, kwargs, unseen)[1].read()
     for name, rows in received.items():
         if not rows:
             raise QueryError(
@@ -195,14 +195,14 @@ def queries_of(
     return queries
 
 
-def _received_by_functions(
+def run_with_uses(
     model: nn.Module,
     view: View,
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any],
     layers: Sequence[str],
-) -> dict[str, list[Tensor]]:
-    """The same for weights that are used without their module being called."""
+) -> tuple[Any, Uses]:
+    """The network's output, with gradients on, and what its graph knows of these layers' uses."""
     state = _state(model, view, inputs, kwargs)
     uses = Uses([view.memory.layer(name) for name in layers], state)
     with ExitStack() as stack:
@@ -212,7 +212,8 @@ def _received_by_functions(
             stack.callback(handle.remove)
         with torch.enable_grad():
             output = torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
-        return uses.read(output)
+        uses.look(output)
+    return output, uses
 
 
 def _state(

@@ -1,19 +1,21 @@
 """The strongest patterns of some queries, exactly, without ever holding all weights of many.
 
 A few queries: every weight is computed in float64 (`weights.py`), and the best are picked out. Many
-queries: blocks of keys are multiplied with all of them in the precision the keys are stored in, and
-compared with one limit per query and group (`candidates.py`). One query, where short copies of the
-keys have been prepared: these say what cannot be among the best (`short_keys.py`).
+queries: blocks of keys are multiplied with all of them, as fast as the machine can, and compared
+with one limit per query and group (`candidates.py`). One query, where short copies of the
+keys have been prepared: these say what cannot be among the best (`short_keys.py`). Keys that are
+stored once are ranked once (`visits.py`).
 
 Why it is hard: the last digits of a matrix product depend on where a row sits in a block. Yet
 identical keys must tie exactly, the earlier pattern first. So limits leave room for everything that
-rounding can do (γ = (d + 2)·eps relative to ‖x‖‖q‖, the textbook bound), and what remains is
-weighed again, row by row in float64, where equal keys give equal bits.
+rounding can do (`products.py`), and what remains is weighed again, row by row in float64, where
+equal keys give equal bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine, short_keys, weights
-from dualform.attention.candidates import Candidates, CompiledCandidates, PlainCandidates
-from dualform.attention.compiled import kernels
+from dualform.attention.candidates import (
+    Candidates,
+    CompiledCandidates,
+    PlainCandidates,
+    Weigh,
+)
+from dualform.attention.compiled import Kernels, kernels
 from dualform.attention.grouping import Cells
+from dualform.attention.products import products
+from dualform.attention.visits import Visits, recur
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory
 
@@ -61,12 +70,18 @@ def top_of(values: engine.Reals, k: int, sign: str) -> NDArray[np.intp]:
     """The indices of the top k of numbers already at hand; ties: earlier first."""
     ranked = order(sign)(values)
     if k < len(ranked):  # only what reaches the k-th best needs sorting
-        kth = np.partition(ranked, len(ranked) - k)[len(ranked) - k]
-        reached = np.flatnonzero(ranked >= kth)
+        few = ranked[:: max(1, math.isqrt(len(ranked) // k))]
+        reached = np.flatnonzero(ranked >= _kth(few, min(k, len(few))))  # k-th best of a part
+        reached = reached[ranked[reached] >= _kth(ranked[reached], k)]
         best: NDArray[np.intp] = reached[np.argsort(-ranked[reached], kind="stable")[:k]]
         return best
     chosen: NDArray[np.intp] = np.argsort(-ranked, kind="stable")[:k]
     return chosen
+
+
+def _kth(ranked: engine.Reals, k: int) -> Any:
+    """The k-th largest."""
+    return np.partition(ranked, len(ranked) - k)[len(ranked) - k]
 
 
 def top_patterns(
@@ -102,11 +117,17 @@ def top_patterns(
     codes, groups = (None, 1) if cells is None else (cells.codes, max(1, len(cells.values)))
     per_query = groups * min(2 * k + 64, max(1, layer.rows))
     at_once = max(1, LISTED // per_query)
-    parts = []
+    parts, visits = [], Visits(layer, included, codes, groups) if recur(layer) else None
     for low in range(0, len(queries), at_once):
         some = queries[low : low + at_once]
-        found = _collect(layer, some, included, k, sign, codes, groups, scales, block)
-        part = _settle(layer, some, *found, k, sign, groups, scales)
+        if visits is not None:
+            part = _of_visits(layer, some, visits, k, sign, groups, scales, block)
+        else:
+            # Keys grow while a network learns: with the longest first, most never reach a limit.
+            longest_first = weights.norms(layer) if scales is None else None
+            blocks = engine.key_blocks(layer, included, block, longest_first)
+            found = _collect(layer, some, blocks, k, sign, codes, groups, scales)
+            part = _settle(layer, some, *found, k, sign, groups, scales)
         parts.append(part._replace(query=part.query + low))
     return _joined(parts)
 
@@ -175,43 +196,98 @@ def _of_held(
 def _collect(
     layer: LayerMemory,
     queries: Tensor,
-    included: NDArray[np.bool_] | None,
+    blocks: Iterable[tuple[engine.Rows, Tensor]],
     k: int,
     sign: str,
     codes: NDArray[np.int64] | None,
     groups: int,
     scales: engine.Reals | None,
-    block: int,
 ) -> tuple[NDArray[np.int64], engine.Rows]:
-    """One pass over all patterns: the cells and rows of what may be among the best."""
-    longest, sizes = weights.longest_key(layer), queries.norm(dim=1).numpy()
-    narrow = 1e-15 < longest * float(sizes.max(initial=0.0)) < 1e30  # float32 ends there
-    if scales is not None:
-        narrow, longest = narrow and bool((scales < 1e30).all()), 1.001
-    dtype = torch.float32 if narrow and layer.dtype != torch.float64 else torch.float64
-    rounding = (layer.in_features + 4) * torch.finfo(dtype).eps * longest * sizes
-    asked = (-queries if sign == "least" else queries).to(dtype)
+    """One pass over all patterns (or entries): cells and rows of what may be among the best.
+
+    `codes` and `scales` are those of the rows that the blocks name.
+    """
     fast = kernels(layer)
+    directed = -queries if sign == "least" else queries
+    # many groups leave much to be weighed again, which pays only by compiled loops
+    asked = products(layer, directed, scales, coarse=fast is not None or groups == 1)
     candidates: Candidates
-    as_numpy = np.float32 if dtype == torch.float32 else np.float64
     if fast is not None:
         most = layer.rows if codes is None else int(np.bincount(codes).max(initial=0))
-        candidates = CompiledCandidates(fast, groups, k, rounding, most, as_numpy)
+        weigh = _weigher(fast, directed, sign, scales)
+        candidates = CompiledCandidates(fast, weigh, asked, groups, k, most)
     else:
-        candidates = PlainCandidates(groups, k, rounding, as_numpy)
-    # Keys grow while a network learns: the longest first, and most others never reach a limit.
-    longest_first = weights.norms(layer) if scales is None else None
-    for rows, keys in engine.key_blocks(layer, included, block, longest_first):
+        as_numpy = np.float32 if asked.dtype == torch.float32 else np.float64
+        candidates = PlainCandidates(groups, k, asked.room, as_numpy)
+    for rows, keys in blocks:
         inside = rows if codes is None else codes[rows]
-        wide = keys.to(dtype)
-        for first in range(0, len(asked), QUERIES_AT_ONCE):
-            products = torch.mm(asked[first : first + QUERIES_AT_ONCE], wide.T)
+        rounded = asked.rounded(keys)
+        for first in range(0, len(queries), QUERIES_AT_ONCE):
+            found = asked.times(first, first + QUERIES_AT_ONCE, rounded)
             if scales is not None:
-                products *= torch.from_numpy(scales[rows]).to(dtype)
+                found *= torch.from_numpy(scales[rows]).to(asked.dtype)
             if sign == "absolute":
-                products.abs_()
-            candidates.take(first, products.numpy(), rows, inside)
+                found.abs_()
+            candidates.take(first, found.numpy(), rows, inside, keys)
     return candidates.result()
+
+
+def _weigher(fast: Kernels, queries: Tensor, sign: str, scales: engine.Reals | None) -> Weigh:
+    """Exact weights of a few pairs, as they are to be ranked."""
+    asked = np.ascontiguousarray(queries.numpy())
+    rank = abs if sign == "absolute" else lambda values: values
+
+    def weigh(
+        query: NDArray[np.int64], rows: engine.Rows, place: NDArray[np.int64], keys: Tensor
+    ) -> engine.Reals:
+        exact = np.empty(len(query))
+        fast.pair_weights(keys.numpy(), place, asked, query, exact)
+        if scales is not None:
+            exact *= scales[rows[place]]
+        ranked: engine.Reals = rank(exact)
+        return ranked
+
+    return weigh
+
+
+def _of_visits(
+    layer: LayerMemory,
+    queries: Tensor,
+    visits: Visits,
+    k: int,
+    sign: str,
+    groups: int,
+    scales: engine.Reals | None,
+    block: int,
+) -> Ranked:
+    """The same where keys recur: different keys are ranked, and the patterns of the best listed."""
+    scaled = None if scales is None else scales[visits.first]
+    blocks, codes = visits.blocks(block), None if groups == 1 else visits.codes
+    cells, entries = _collect(layer, queries, blocks, k, sign, codes, groups, scaled)
+    by_key = np.argsort(entries, kind="stable")
+    cells, entries = cells[by_key], entries[by_key]
+    exact = weights.pair_weights(
+        layer, visits.number[entries], queries, cells // groups, of_distinct=True
+    )
+    exact = exact if scaled is None else exact * scaled[entries]
+    ranked = order(sign)(exact)
+    best = np.lexsort((-ranked, cells))
+    cells, entries, exact, ranked = cells[best], entries[best], exact[best], ranked[best]
+    # enough entries to have k patterns, and those that tie with the last of them
+    counts = visits.counts[entries]
+    first = np.searchsorted(cells, cells)  # of each entry's cell
+    before = np.cumsum(counts) - counts
+    needed = before - before[first] < k
+    last = np.full(len(queries) * groups, np.inf)
+    np.minimum.at(last, cells[needed], ranked[needed])
+    kept = ranked >= last[cells]
+    rows, counts = visits.patterns(entries[kept]), counts[kept]
+    cells, exact, ranked = (np.repeat(of[kept], counts) for of in (cells, exact, ranked))
+    listed = np.lexsort((rows, -ranked, cells))
+    rank = np.arange(len(cells)) - np.searchsorted(cells, cells)
+    listed, rank = listed[rank < k], rank[rank < k]
+    cells = cells[listed]
+    return Ranked(cells // groups, cells % groups, rank, rows[listed], exact[listed])
 
 
 def _settle(

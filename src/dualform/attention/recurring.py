@@ -52,7 +52,7 @@ class Recurring:
         room = engine.Buffer(torch.float64)
         if self._layer.distinct is not None:
             for start, keys in engine.distinct_blocks(self._layer.distinct):
-                yield slice(start, start + len(keys)), room.widened(keys)
+                yield slice(start, start + len(keys)), room.converted(keys)
             return
         is_first = np.zeros(self._layer.rows, bool)
         is_first[self._first] = True

@@ -93,6 +93,22 @@ class Routed:
             raise QueryError("routing needs at least one input")
         return output
 
+    def view(self, *inputs: Any, **kwargs: Any) -> DualForm:
+        """The view that answers these inputs, which have to be like one and the same phase.
+
+        Example:
+            >>> routed.view(images[:1]).attend(images[:1])                 # doctest: +SKIP
+        """
+        preferred = np.unique(self._preferred(inputs, kwargs)[0])
+        if len(preferred) != 1:
+            phases = ", ".join(repr(self.phases[i]) for i in preferred)
+            raise QueryError(
+                f"these inputs are like different phases ({phases or 'none'}), and each has a view "
+                "of its own; ask with one input at a time"
+            )
+        view: DualForm = self._views[preferred[0]]
+        return view
+
     def routes(self, *inputs: Any, **kwargs: Any) -> Table:
         """Which phase each input is like: mean of the largest cosines per phase, from −1 to 1."""
         preferred, means = self._preferred(inputs, kwargs)

@@ -110,6 +110,5 @@ def _products(
         here = slice(start, start + engine.BLOCK)
         fast.short_weights(short[here], query, out[here])
 
-    starts = range(0, len(short), engine.BLOCK)
-    weights.spread(some, starts, torch.get_num_threads())
+    weights.spread(some, engine.starts(len(short)), torch.get_num_threads())
     return out

@@ -12,7 +12,7 @@ only `Spotlight.weights` holds them; everything else streams.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, grouping, ranking, short_keys
-from dualform.attention.group_sums import group_sums, sums_of_held
+from dualform.attention import buckets, engine, grouping, ranking, short_keys
+from dualform.attention.group_sums import Build, group_sums, sums_of_held
 from dualform.attention.weights import all_weights, are_few, check_size
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Patterns
@@ -55,7 +55,7 @@ class Spotlight:
         self.layer = layer.name
         self.queries = queries
         self._memory = layer
-        self._queries = queries.detach().to("cpu", torch.float64)
+        self._asked = queries.detach().cpu()
         self._included = None if included is None or included.all() else included
         self._unit = f"{UNIT}. Patterns are {layer.note}" if layer.note else UNIT
 
@@ -99,7 +99,7 @@ class Spotlight:
         names = [] if by is None else grouping.named((by,), self.patterns)
         cells = None if by is None else grouping.cells(self.patterns, names)
         short = by is None and short_keys.serve(self._memory, self._queries, sign)
-        held = are_few(self._memory, self._queries) and ("_held" in self.__dict__ or not short)
+        held = are_few(self._memory, self._asked) and ("_held" in self.__dict__ or not short)
         found = ranking.top_patterns(
             self._memory,
             self._queries,
@@ -129,7 +129,7 @@ class Spotlight:
         names = grouping.named(columns, self.patterns)
         cells = grouping.cells(self.patterns, names)
         sums = self._sums(cells.codes, len(cells.values))
-        n = len(self._queries)
+        n = len(self._asked)
         table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(cells.values)))
         for i, name in enumerate(names):
             table[beside(name, OWN)] = cells.column(i) * n
@@ -140,21 +140,22 @@ class Spotlight:
         """Attention to each training example: all its visits together, the strongest first.
 
         `sum` adds the signed weights of its visits. `absolute="before"` adds their absolute values,
-        `"after"` takes the absolute value of the sum. Units of key × query; `patterns` counts
-        visits (and positions). Ties: the smaller id first.
+        `"after"` takes the absolute value of the sum; the largest `absolute` comes first, ties: the
+        smaller id first. Units of key × query; `patterns` counts visits (and positions).
 
         Example:
             >>> spotlight.by_example()["example"][:3]                   # doctest: +SKIP
         """
-        if absolute not in ("before", "after"):
-            raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
+        check_absolute(absolute)
         cells = grouping.cells(self.patterns, (column,))
         sums = self._sums(cells.codes, len(cells.values))
-        n = len(self._queries)
+        n = len(self._asked)
         query = np.repeat(np.arange(n), len(cells.values))
         if absolute == "after":
             sums["absolute"] = np.abs(sums["sum"])
-        ordered = np.lexsort((-sums["sum"], query))
+        strongest = -sums["absolute"].reshape(n, len(cells.values))
+        ordered = np.argsort(strongest, axis=1, kind="stable")
+        ordered = (ordered + len(cells.values) * np.arange(n)[:, None]).reshape(-1)
         ordered = ordered[sums["patterns"][ordered] > 0]  # masked out, or later than this view
         listed = cells.listed[np.tile(np.arange(len(cells.values)), n)[ordered]]
         table: dict[str, Any] = self._query_column(query[ordered])
@@ -172,9 +173,9 @@ class Spotlight:
         Example:
             >>> spotlight.effective                                     # doctest: +SKIP
         """
-        n = len(self._queries)
+        n = len(self._asked)
         absolute, squares = np.zeros(n), np.zeros(n)
-        if are_few(self._memory, self._queries):
+        if are_few(self._memory, self._asked):
             # a power of two changes no digit, and keeps squares from running over or under
             size = np.abs(self._held).max(1, initial=0.0, keepdims=True)
             scaled = np.abs(np.ldexp(self._held, -np.frexp(size)[1]))
@@ -201,20 +202,24 @@ class Spotlight:
         Example:
             >>> spotlight.over("step", bins=10, by="task")              # doctest: +SKIP
         """
-        edges, bin_of = grouping.bins(self.patterns, column, bins, self.rows)
+        edges, bin_of = grouping.bins(self.patterns, column, bins, self._included)
         cells = grouping.cells(self.patterns, () if by is None else (by,))
         values, ranges = cells.column(0) if by is not None else [None], len(edges) - 1
-        count, n = ranges * len(values), len(self._queries)
+        count, n = ranges * len(values), len(self._asked)
         columns: dict[str, Any] = self._query_column(np.repeat(np.arange(n), count))
         columns["from"] = np.tile(np.repeat(edges[:-1], len(values)), n)
         columns["to"] = np.tile(np.repeat(edges[1:], len(values)), n)
         if by is not None:
             columns[beside(by, OWN)] = values * (ranges * n)
-        columns |= self._sums(bin_of * len(values) + cells.codes, count)
+        build: Build | None = None
+        if column == "step" and buckets.are_worth_having(self._memory, ranges, len(values)):
+            where = self._memory, self._included, bin_of, ranges, cells.codes, len(values)
+            build = partial(buckets.from_buckets, *where)
+        columns |= self._sums(bin_of * len(values) + cells.codes, count, build)
         return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
     def __repr__(self) -> str:
-        n = len(self._queries)
+        n = len(self._asked)
         head = (
             f"Spotlight of layer {self.layer}: {n:,} {'query' if n == 1 else 'queries'} over "
             f"{len(self.rows):,} {self._memory.note or 'patterns'}"
@@ -222,23 +227,31 @@ class Spotlight:
         return f"{head}\n{self.top(5)}" if n <= 4 else f"{head}; .top(k) lists the strongest"
 
     def _query_column(self, queries: Any) -> dict[str, Any]:
-        return {} if len(self._queries) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
+        return {} if len(self._asked) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
 
-    def _sums(self, codes: NDArray[np.int64], groups: int) -> dict[str, NDArray[Any]]:
+    def _sums(
+        self, codes: NDArray[np.int64], groups: int, build: Build | None = None
+    ) -> dict[str, NDArray[Any]]:
         """Signed and absolute sums and counts of every group, query after query."""
-        if are_few(self._memory, self._queries):
+        if are_few(self._memory, self._asked):
             signed, absolute = sums_of_held(self._held, self._included, codes, groups)
         else:
             signed, absolute = group_sums(
-                self._memory, self._queries, self._included, codes, groups
+                self._memory, self._asked, self._included, codes, groups, build
             )
             check_size(self._memory, absolute.numpy())
-        counts = np.bincount(codes[self.rows], minlength=groups)
+        counted = codes if self._included is None else codes[self._included]
+        counts = np.bincount(counted, minlength=groups)
         return {
             "sum": signed.reshape(-1).numpy(),
             "absolute": absolute.reshape(-1).numpy(),
-            "patterns": np.tile(counts, len(self._queries)),
+            "patterns": np.tile(counts, len(self._asked)),
         }
+
+    @cached_property
+    def _queries(self) -> Tensor:
+        """The queries in float64, [n, d_in]."""
+        return self._asked.double()
 
     @cached_property
     def _held(self) -> engine.Reals:
@@ -280,6 +293,13 @@ class Attention(Mapping[str, Spotlight]):
             for name, spot in self._spotlights.items()
         ]
         return "\n".join(["Attention, layer by layer:", *lines])
+
+
+def check_absolute(absolute: str) -> str:
+    """Whether absolute values are taken before or after summing, and nothing else."""
+    if absolute not in ("before", "after"):
+        raise QueryError(f'absolute={absolute!r}; expected "before" or "after" summing')
+    return absolute
 
 
 def check_k(k: int) -> int:

@@ -1,21 +1,36 @@
-"""Queries of weights that have no module of their own: read from the graph of one forward pass.
+"""Weights that have no module of their own: their queries, read from the graph of a forward pass.
 
 What a module is given can be looked at by a hook. What attention's packed projections or functional
 code multiply with a weight cannot; but a forward pass with gradients on leaves every such input in
-the autograd graph, where recording finds it as well, by the same code.
+the autograd graph, where recording finds it as well, by the same code. The same nodes say what the
+derivative with respect to a product is, when a backward pass comes by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from dualform.errors import QueryError
+from dualform.layers.kinds import multiply
 from dualform.layers.multihead import as_given, batch_in, is_attention, projections
 from dualform.layers.uses import Graph, Use, tensors_in
 from dualform.memory import LayerMemory
+
+
+class Found(NamedTuple):
+    """One use of a layer: its place among all, its queries [n, d_in], and the order of its rows."""
+
+    place: int
+    rows: Tensor
+    use: Use
+    ordered: Callable[[Tensor], Tensor]
+    is_whole: bool
+    """Whether the product is with all of the layer's rows, not with a part of them."""
 
 
 class Uses:
@@ -25,8 +40,8 @@ class Uses:
     """
 
     def __init__(self, layers: Sequence[LayerMemory], state: Mapping[str, Tensor]) -> None:
-        self._layers = layers
-        self._found: dict[str, list[tuple[int, Tensor]]] = {layer.name: [] for layer in layers}
+        self._layers, self._state = layers, state
+        self._found: dict[str, list[Found]] = {layer.name: [] for layer in layers}
         self._seen: set[Node] = set()
         self._asking = False
         self._leaves: dict[Node, tuple[str, tuple[int, ...]]] = {}
@@ -49,37 +64,93 @@ class Uses:
         for use in projections(args, kwargs, output, self._leaves):
             self._take(use, lambda rows: rows if batch is None else as_given(batch, rows))
 
-    def read(self, output: Any) -> dict[str, list[Tensor]]:
-        """What each layer was multiplied with, [n, d_in], use by use, in the order of the uses."""
+    def look(self, output: Any) -> None:
+        """Find the uses that no attention has shown, in the graph behind the network's output."""
         for use in Graph(tensors_in(output)).uses(self._leaves):
             if isinstance(use, Use) and use.node not in self._seen:
                 self._take(use, lambda rows: rows)
-        return {
-            name: [rows for _, rows in sorted(uses, key=lambda use: use[0])]
-            for name, uses in self._found.items()
-        }
+        for uses in self._found.values():
+            uses.sort(key=lambda found: found.place)
+
+    def read(self) -> dict[str, list[Tensor]]:
+        """What each layer was multiplied with, [n, d_in], use by use, in the order of the uses."""
+        return {name: [found.rows for found in uses] for name, uses in self._found.items()}
+
+    def layer_of(self, output: Any) -> str | None:
+        """The layer whose one product this very tensor is; None if it is none's."""
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        for name, uses in self._found.items():
+            if len(uses) == 1 and uses[0].is_whole and node in uses[0].use.nodes:
+                return name
+        return None
+
+    def slopes(self, layer: str, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's queries [n, d_in] and d(value)/d(its output) [n, d_out], use by use."""
+        uses = self._found[layer]
+        if not uses:
+            raise QueryError(
+                f"layer {layer!r} is not used for this input (or its use leaves no trace in the "
+                "graph); name another layer, or ask for a recorded one with example=..."
+            )
+        if not all(found.is_whole for found in uses):
+            raise QueryError(
+                f"layer {layer!r} was recorded as rows of a weight that this input does not use "
+                "together: what they wrote cannot be told apart; name another layer, or ask for a "
+                "recorded one with example=..."
+            )
+        caught: dict[int, Tensor] = {}
+
+        def catch(number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+            def hook(slopes: tuple[Tensor | None, ...]) -> None:
+                if slopes[0] is not None:
+                    caught[number] = slopes[0].detach()
+
+            return hook
+
+        handles = [f.use.end.register_prehook(catch(i)) for i, f in enumerate(uses)]
+        try:
+            leaves = [self._state[name] for name, _ in self._leaves.values()]
+            torch.autograd.grad(value, leaves, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        slopes = [self._slope(found, caught.get(i), layer) for i, found in enumerate(uses)]
+        return torch.cat([found.rows for found in uses]), torch.cat(slopes)
+
+    def _slope(self, found: Found, slope: Tensor | None, layer: str) -> Tensor:
+        width = next(la.out_features for la in self._layers if la.name == layer)
+        if slope is None:  # nothing of it reaches the value
+            return torch.zeros(len(found.rows), width, dtype=found.rows.dtype)
+        slope = slope.mT if found.use.flipped else slope
+        return found.ordered(slope.reshape(len(found.rows), width))
+
+    def output(self, layer: LayerMemory, rows: Tensor) -> Tensor:
+        """The layer's output for these queries, as the network computes it: [n, d_out]."""
+        weight = self._state[layer.weight].detach()[layer.rows_of(layer.weight)]
+        output = multiply(layer.kind, weight, rows)
+        if layer.bias is not None:
+            output = output + self._state[layer.bias].detach()[layer.rows_of(layer.bias)]
+        return output
 
     def _take(self, use: Use, ordered: Callable[[Tensor], Tensor]) -> None:
         self._seen.add(use.node)
-        layer = self._layer(use)
+        layer, is_whole = self._layer(use)
         if layer is not None and use.key.can_be_read:
-            found: Any = use.node
+            node: Any = use.node
             self._asking = True
             try:
                 rows = ordered(use.key.read())
             finally:
                 self._asking = False
-            self._found[layer.name].append((found._sequence_nr(), rows))
+            self._found[layer.name].append(Found(node._sequence_nr(), rows, use, ordered, is_whole))
 
-    def _layer(self, use: Use) -> LayerMemory | None:
-        """The layer a use is of: the very one, or one of which it is a part (or the reverse)."""
+    def _layer(self, use: Use) -> tuple[LayerMemory | None, bool]:
+        """The layer a use is of, and whether it is the very one, not a part (or the reverse)."""
         parameter, start, stop = use.weight.parameter, use.weight.start, use.weight.stop
         own = [la for la in self._layers if (la.kind, la.weight) == (use.kind, parameter)]
         bias = None if use.bias is None else use.bias.parameter
-        very = [
-            la
-            for la in own
-            if la.bias == bias and (la.offset, la.offset + la.shape[0]) == (start, stop)
-        ]
+        for la in own:
+            if la.bias == bias and (la.offset, la.offset + la.shape[0]) == (start, stop):
+                return la, True
         inside = [la for la in own if la.offset < stop and start < la.offset + la.shape[0]]
-        return next(iter([*very, *inside]), None)
+        return next(iter(inside), None), False

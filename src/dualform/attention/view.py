@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine, grouping
@@ -69,6 +70,14 @@ class View:
             earlier = self.at > 0 if layer.rank is not None else self._steps(layer) < self.at
             self._row_weights[layer.name] = np.where(earlier, weights, 0.0)
         return self._row_weights[layer.name]
+
+    def included(self, layer: LayerMemory) -> NDArray[np.bool_] | None:
+        """Which patterns have a part in this view; None where all of them have."""
+        masked = any(mask.concerns(layer.name) for mask in self.masks)
+        if not masked and self.at == self.memory.steps:
+            return None
+        included: NDArray[np.bool_] = self.row_weights(layer) != 0
+        return included
 
     def row_coefficients(self, layer: LayerMemory, parameter: str | None) -> engine.Reals | None:
         """w_t c_t: how much of each pattern is in the parameter; None if none of it is."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine
-from dualform.attention.compiled import kernels
+from dualform.attention.compiled import Kernels, kernels
 from dualform.attention.tables import kept
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory
@@ -38,6 +39,11 @@ HELD = 1 << 23
 
 CACHED = 1 << 19
 """Numbers that are widened at once: 4 MB in float64, which a processor's cache can hold."""
+
+LENGTHS = "norms, and what bfloat16 leaves out"
+
+NEAR = 1 << 17
+"""Numbers that are weighed at once by several queries: 512 KB, which the nearest caches hold."""
 
 
 def are_few(layer: LayerMemory, queries: Tensor) -> bool:
@@ -107,9 +113,9 @@ def _weigh(
         stop = some.start + len(some.keys)
         here = out[:, some.start : stop]
         if fast is not None:
-            fast.weights(_array(some.keys, room), asked, here)
+            _by_pairs(fast, _array(some.keys, room), asked, here)
         else:
-            _by_rows(some.keys, queries, here)
+            _by_rows(some.keys, asked, here, room)
         if not np.isfinite(here).all():
             if bool(torch.isfinite(some.keys).all()):
                 check_size(layer, here)
@@ -132,40 +138,84 @@ def spread(work: Callable[[Item], None], items: Iterable[Item], threads: int) ->
 
 
 def pair_weights(
-    layer: LayerMemory, rows: engine.Rows, queries: Tensor, which: NDArray[np.int64]
+    layer: LayerMemory,
+    rows: engine.Rows,
+    queries: Tensor,
+    which: NDArray[np.int64],
+    *,
+    of_distinct: bool = False,
 ) -> engine.Reals:
-    """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read."""
+    """x_t·q for pairs of a pattern and a query, float64; `rows` ascending. Only they are read.
+
+    `of_distinct`: rows are numbers of different keys, not of patterns.
+    """
     out = np.zeros(len(rows))
     fast = kernels(layer)
     asked = np.ascontiguousarray(queries.numpy())
-    room = threading.local()
-    for part in layer.blocks(_size(layer), error_signals=False):
-        low, high = np.searchsorted(rows, (part.start, part.start + part.rows))
+    buffers, room = threading.local(), engine.Buffer(torch.float64)
+    for start, size, read in _parts(layer, of_distinct):
+        low, high = np.searchsorted(rows, (start, start + size))
         if low == high:
             continue
-        keys = engine.keys_of(part)
-        inside, query = rows[low:high] - part.start, which[low:high]
+        keys = read()
+        inside, query = rows[low:high] - start, which[low:high]
         if fast is not None:
-            fast.pair_weights(_array(keys, room), inside, asked, query, out[low:high])
+            fast.pair_weights(_array(keys, buffers), inside, asked, query, out[low:high])
             continue
-        step = max(1, CACHED // layer.in_features)
-        for start in range(0, len(inside), step):
-            some = slice(start, start + step)
-            pairs = keys[torch.from_numpy(inside[some])].double()  # 16 bits widen exactly
-            pairs *= queries[torch.from_numpy(query[some])]
-            out[low:high][some] = pairs.sum(1).numpy()
+        step = max(1, NEAR // layer.in_features)
+        for first in range(0, len(inside), step):
+            some = slice(first, first + step)
+            chosen = torch.index_select(keys, 0, torch.from_numpy(inside[some]))
+            wide = room.converted(chosen).numpy()  # 16 bits widen exactly
+            _dots(wide, asked[query[some]], out[low:high][some])
     return out
 
 
-def _by_rows(keys: Tensor, queries: Tensor, out: engine.Reals) -> None:
-    """The same by torch: row by row, in pieces that stay in the cache."""
-    step = max(1, CACHED // keys.shape[1])
-    product = torch.empty(min(step, len(keys)), keys.shape[1], dtype=torch.float64)
+def _parts(
+    layer: LayerMemory, of_distinct: bool
+) -> Iterator[tuple[int, int, Callable[[], Tensor]]]:
+    """Where each block begins, how many rows it has, and its keys, read only if asked for."""
+    if of_distinct:
+        assert layer.distinct is not None
+        for start, keys in engine.distinct_blocks(layer.distinct, _size(layer)):
+            yield start, len(keys), partial(_itself, keys)
+        return
+    for part in engine.reported(layer.blocks(_size(layer), error_signals=False), layer.rows):
+        yield part.start, part.rows, partial(engine.keys_of, part)
+
+
+def _itself(keys: Tensor) -> Tensor:
+    return keys
+
+
+def _by_pairs(fast: Kernels, keys: NDArray[Any], queries: engine.Reals, out: engine.Reals) -> None:
+    """All weights of some keys by the loop over pairs; several queries while keys are at hand."""
+    step = len(keys) if len(queries) == 1 else max(1, NEAR // keys.shape[1])
     for start in range(0, len(keys), step):
-        some = keys[start : start + step]
+        rows = np.arange(start, min(len(keys), start + step))
+        for query, line in enumerate(out):
+            which = np.full(len(rows), query)
+            fast.pair_weights(keys, rows, queries, which, line[start : start + step])
+
+
+def _by_rows(keys: Tensor, queries: engine.Reals, out: engine.Reals, room: threading.local) -> None:
+    """The same without compiled loops: row by row, in pieces that stay in the cache."""
+    if not hasattr(room, "wide"):
+        room.wide = engine.Buffer(torch.float64)
+    step = max(1, CACHED // keys.shape[1])
+    for start in range(0, len(keys), step):
+        wide = room.wide.converted(keys[start : start + step]).numpy()
         for query, line in zip(queries, out, strict=True):
-            weighed = product[: len(some)].copy_(some).mul_(query)
-            line[start : start + step] = weighed.sum(1).numpy()
+            _dots(wide, query, line[start : start + step])
+
+
+def _dots(keys: engine.Reals, queries: engine.Reals, out: engine.Reals) -> None:
+    """out[t] = keys[t]·queries[t] (or ·queries, if there is one): each row on its own."""
+    if hasattr(np, "vecdot"):
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever asked looks at the result
+            np.vecdot(keys, queries, out=out)
+    else:  # numpy before 2.0
+        out[:] = torch.from_numpy(keys * queries).sum(1).numpy()
 
 
 def _size(layer: LayerMemory) -> int:
@@ -178,7 +228,7 @@ def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray
     if keys.dtype not in (torch.float32, torch.float64):
         if not hasattr(room, "buffer"):
             room.buffer = engine.Buffer(torch.float32)
-        keys = room.buffer.widened(keys)
+        keys = room.buffer.converted(keys)
     array: NDArray[np.float32] = keys.contiguous().numpy()
     return array
 
@@ -206,20 +256,34 @@ def norms(layer: LayerMemory) -> engine.Reals:
     if layer.kind == "embedding":
         return np.ones(layer.rows)
 
-    def build() -> dict[str, Tensor]:
-        distinct = layer.distinct
-        found = np.zeros(layer.rows if distinct is None else distinct.rows)
-        rows = (_rows(part, "keys") for part in blocks_of(layer))
-        for start, keys in rows if distinct is None else engine.distinct_blocks(distinct):
+    array: engine.Reals = kept(layer, LENGTHS, lambda: _lengths(layer))["norms"].numpy()
+    return array
+
+
+def rounding_to_bfloat16(layer: LayerMemory) -> float:
+    """The largest ‖x − x̃‖ of a layer, x̃ the key rounded to bfloat16; a hair above it."""
+    return float(kept(layer, LENGTHS, lambda: _lengths(layer))["rounding"]) * 1.001
+
+
+def _lengths(layer: LayerMemory) -> dict[str, Tensor]:
+    """‖x‖ of every pattern, and the largest ‖x − x̃‖, in one pass."""
+    distinct, most = layer.distinct, 0.0
+    found = np.zeros(layer.rows if distinct is None else distinct.rows)
+    rows = (_rows(part, "keys") for part in blocks_of(layer))
+    step = max(1, CACHED // layer.in_features)
+    for first, block in rows if distinct is None else engine.distinct_blocks(distinct):
+        for low in range(0, len(block), step):
+            keys, start = block[low : low + step], first + low
             size = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             if not bool(torch.isfinite(size).all()):
                 refuse(layer, start, start + len(keys))
             found[start : start + len(keys)] = size.numpy()
-        every = found if distinct is None else found[distinct.references]
-        return {"norms": torch.from_numpy(every)}
-
-    array: engine.Reals = kept(layer, "norms", build)["norms"].numpy()
-    return array
+            wide = keys if keys.dtype == torch.float64 else keys.float()
+            off = wide.to(torch.bfloat16).to(wide.dtype).sub_(wide)  # exact: nearly equal numbers
+            lost = torch.linalg.vector_norm(off, dim=1, dtype=torch.float64)
+            most = max(most, float(lost.max()))
+    every = found if distinct is None else found[distinct.references]
+    return {"norms": torch.from_numpy(every), "rounding": torch.tensor(most, dtype=torch.float64)}
 
 
 def longest_key(layer: LayerMemory) -> float:

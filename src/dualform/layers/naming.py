@@ -15,7 +15,8 @@ from collections.abc import Collection
 from torch import nn
 
 from dualform.layers.finding import Layer
-from dualform.layers.uses import Part, Use
+from dualform.layers.parts import Part
+from dualform.layers.uses import Use
 
 PACKED = {
     (0, 3): "in_proj",

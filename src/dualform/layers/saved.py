@@ -51,12 +51,18 @@ class Saved:
         """Whether there is a way to it; there may be none in other versions of torch."""
         return self._tensor is not None or self._promise is not None
 
+    @property
+    def width(self) -> int | None:
+        """How long the rows are; None if they are not at hand."""
+        return None if self._tensor is None else self._tensor.shape[-2 if self._flipped else -1]
+
     def read(self) -> Tensor:
         """The rows; from a checkpoint inside a backward pass, or at the cost of running it."""
         tensor = self._brought() if self._tensor is None else self._tensor
         if self._tokens:
             return tensor.reshape(-1, 1)
-        return tensor.T if self._flipped else tensor
+        rows = tensor.mT if self._flipped else tensor
+        return rows.reshape(-1, rows.shape[-1])
 
     def _brought(self) -> Tensor:
         promise = self._promise

@@ -21,33 +21,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from dualform.layers.parts import VIEWS, Part, dim_of, signed, viewed
 from dualform.layers.saved import Saved
 
 Edge = tuple[Node, int]
 """A node and which of its inputs."""
 
-SAME = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0"})
 UNFOLDED = frozenset({"ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward4"})
 """What gives the rows of a product the leading shape of its input."""
-
-WHOLE = (1 << 63) - 1
 
 TOKENS = (torch.int64, torch.int32)
 """What tokens come in; an index of another type means something else."""
 
+PRODUCTS = {
+    ("AddmmBackward0", 2): ("mat1", False),
+    ("MmBackward0", 1): ("self", False),
+    ("MmBackward0", 0): ("mat2", True),
+    ("BmmBackward0", 1): ("self", False),
+    ("BmmBackward0", 0): ("mat2", True),
+    ("MvBackward0", 0): ("vec", False),
+}
+"""Nodes that multiply, and as which of their inputs a weight: where the key is, if as columns."""
+
 Leaves = Mapping[Node, tuple[str, tuple[int, ...]]]
 """Parameters at the ends of a graph: their nodes, with name and shape."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some rows of a parameter, perhaps transposed, as the graph knows them."""
-
-    parameter: str
-    start: int
-    stop: int
-    transposed: bool = False
-    is_vector: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +104,7 @@ class Graph:
     ) -> None:
         self._users: dict[Node, list[tuple[Node, int, int]]] = {}
         stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+        self._ends = set(stack)
         seen: set[Node] = set()
         while stack:
             node = stack.pop()
@@ -135,7 +133,7 @@ class Graph:
             if leaf not in self._users:
                 continue
             if len(shape) != 2:
-                vectors.append((leaf, Part(name, 0, shape[0] if shape else 1, is_vector=True)))
+                vectors.append((leaf, Part(name, 0, shape[0] if shape else 1, "r")))
                 continue
             for node, slot, part in self._consumers(leaf, Part(name, 0, shape[0])):
                 use = None if part is None else self._use(node, slot, part, shape[1], leaves)
@@ -155,9 +153,11 @@ class Graph:
         while todo:
             node, part = todo.pop()
             for user, slot, number in self._users.get(node, ()):
-                seen = part if node is leaf else _viewed(node, number, part)
+                seen = part if node is leaf else viewed(node, number, part)
                 if user.name() in VIEWS and seen is not None:
                     todo.append((user, seen))
+                    if user in self._ends:  # what becomes of it is not known
+                        yield user, slot, None
                 else:
                     yield user, slot, seen
 
@@ -174,22 +174,27 @@ class Graph:
     ) -> Use | None:
         found: Any = node
         name = node.name()
+        if (name, slot) not in PRODUCTS:
+            return None
+        saved, flipped = PRODUCTS[name, slot]
+        key = Saved.by(node, saved, flipped=flipped)
+        first = slot == 0  # the weight comes first: W x
+        if part.dims.startswith("?") and key.width != part.sizes(columns)[1 if first else 0]:
+            return None
         bias: Part | None = None
         edges: list[Edge] = [(node, slot)]
-        flipped = name == "MmBackward0" and slot == 0  # the weight comes first: W x
-        if name == "AddmmBackward0" and slot == 2:
+        if name == "AddmmBackward0":
             if found._saved_alpha != 1 or found._saved_beta != 1:
                 return None
-            key = Saved.by(node, "mat1")
             bias = _source(node.next_functions[0], leaves)
             edges.append((node, 0))
-        elif name == "MmBackward0":
-            key = Saved.by(node, "mat2", flipped=True) if flipped else Saved.by(node, "self")
-        else:
-            return None
-        linear = part.transposed is not flipped
-        unfolded, end = None if flipped else self._only_user(node, UNFOLDED), node
-        if bias is None and name == "MmBackward0" and not flipped:
+        linear = part.transposed is not first
+        unfolded, end = None if first else self._only_user(node, UNFOLDED), node
+        if name == "BmmBackward0" and "b" not in part.dims:  # the one batch is torch.einsum's
+            unfolded = None if first else self._unfolded(node)
+            if unfolded is None:
+                return None
+        if bias is None and name in ("MmBackward0", "BmmBackward0") and not first:
             top = node if unfolded is None else unfolded
             bias, edge = self._added(top, leaves)
             if edge is not None:
@@ -200,6 +205,22 @@ class Graph:
             return None
         kind = "linear" if linear else "transposed"
         return Use(kind, part, bias, node, end, unfolded, key, flipped, tuple(edges))
+
+    def _unfolded(self, node: Node) -> Node | None:
+        """The node by which `torch.einsum` gives its result, if its rows are in the input's order.
+
+        It unfolds the rows, permutes dimensions, and drops those of length 1.
+        """
+        top = self._only_user(node, UNFOLDED)
+        permuted: Any = None if top is None else self._only_user(top, ("PermuteBackward0",))
+        if permuted is None:
+            return top
+        last: Any = self._only_user(permuted, UNFOLDED)
+        if last is None:
+            return None
+        sizes = last._saved_self_sym_sizes
+        order = [int(d) for d, size in zip(permuted._saved_dims, sizes, strict=True) if size != 1]
+        return last if order == sorted(order) else None
 
     def _only_user(self, node: Node, names: Collection[str]) -> Node | None:
         users = self._users.get(node, ())
@@ -221,7 +242,7 @@ class Graph:
 def _look_up(node: Any, slot: int, part: Part) -> Use | None:
     if slot or part.transposed or node._saved_sparse or node._saved_scale_grad_by_freq:
         return None
-    tokens, padding = Saved.by(node, "indices", tokens=True), _signed(node._saved_padding_idx)
+    tokens, padding = Saved.by(node, "indices", tokens=True), signed(node._saved_padding_idx)
     edges = ((node, 0),)
     return Use("embedding", part, None, node, node, None, tokens, False, edges, padding)
 
@@ -235,7 +256,7 @@ def _indexed(node: Any, slot: int, part: Part) -> Use | None:
         return None
     index = getattr(node, f"_saved_{name}")
     index = index[0] if isinstance(index, tuple) else index
-    if index.dtype not in TOKENS or (name == "index" and _dim(node._saved_dim, part)):
+    if index.dtype not in TOKENS or (name == "index" and dim_of(node._saved_dim, part)):
         return None
     tokens = Saved(index % (part.stop - part.start), tokens=True)  # negative: from the end
     return Use("embedding", part, None, node, node, None, tokens, False, ((node, 0),))
@@ -253,86 +274,12 @@ def _source(edge: tuple[Node | None, int], leaves: Leaves) -> Part | None:
     if node is None:
         return None
     name, shape = leaves[node]
-    part: Part | None = Part(name, 0, shape[0] if shape else 1, is_vector=True)
+    part: Part | None = Part(name, 0, shape[0] if shape else 1, "r")
     if len(shape) != 1:
         return None
     for view, output in reversed(path):
-        part = None if part is None else _viewed(view, output, part)
-    return part
-
-
-def _viewed(node: Node, number: int, part: Part) -> Part | None:
-    """What a view (its output of that number) makes of a part; None if it is not rows of it."""
-    return VIEWS[node.name()](node, number, part)
-
-
-def _flip(node: Any, number: int, part: Part) -> Part | None:
-    if part.is_vector:
-        return None
-    return Part(part.parameter, part.start, part.stop, not part.transposed)
-
-
-def _transpose(node: Any, number: int, part: Part) -> Part | None:
-    dims = {_dim(node._saved_dim0, part), _dim(node._saved_dim1, part)}
-    return part if len(dims) == 1 else _flip(node, number, part)
-
-
-def _permute(node: Any, number: int, part: Part) -> Part | None:
-    dims = [_dim(d, part) for d in node._saved_dims]
-    return part if dims == sorted(dims) else _flip(node, number, part)
-
-
-def _split(node: Any, number: int, part: Part) -> Part | None:
-    sizes = getattr(node, "_saved_split_sizes", None)
-    if sizes is None:
-        size = int(node._saved_split_size)
-        return _rows(node, part, size * number, size * (number + 1))
-    start = sum(map(int, sizes[:number]))
-    return _rows(node, part, start, start + int(sizes[number]))
-
-
-def _slice(node: Any, number: int, part: Part) -> Part | None:
-    if int(node._saved_step) != 1:
-        return None
-    length = part.stop - part.start
-    start, stop = int(node._saved_start), int(node._saved_end)
-    start, stop = (n + length if n < 0 else n for n in (_signed(start), _signed(stop)))
-    dim = _dim(node._saved_dim, part)
-    if dim != _rows_dim(part):  # columns: only all of them
-        return part if start == 0 and stop >= node._saved_self_sym_sizes[dim] else None
-    return _rows(node, part, max(0, start), stop)
-
-
-def _rows(node: Any, part: Part, start: int, stop: int) -> Part | None:
-    if _dim(node._saved_dim, part) != _rows_dim(part):
-        return None
-    stop = min(part.start + stop, part.stop)
-    if part.start + start > stop:
-        return None
-    return Part(part.parameter, part.start + start, stop, part.transposed, part.is_vector)
-
-
-def _rows_dim(part: Part) -> int:
-    return 1 if part.transposed else 0
-
-
-def _signed(number: int) -> int:
-    """Torch keeps negative numbers in unsigned ones in some of what it saves."""
-    return number - (1 << 64) if number > WHOLE else number
-
-
-def _dim(dim: int, part: Part) -> int:
-    return _signed(int(dim)) % (1 if part.is_vector else 2)
-
-
-VIEWS: dict[str, Callable[[Any, int, Part], Part | None]] = {
-    "TBackward0": _flip,
-    "TransposeBackward0": _transpose,
-    "PermuteBackward0": _permute,
-    "SplitBackward0": _split,
-    "SplitWithSizesBackward0": _split,
-    "SliceBackward0": _slice,
-} | {name: lambda node, number, part: part for name in SAME}
+        part = None if part is None else viewed(view, output, part)
+    return None if part is None or part.dims.lstrip("1") != "r" else part
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:

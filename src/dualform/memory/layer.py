@@ -100,6 +100,7 @@ class LayerMemory:
         self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)
         self._segments = [s for s in segments if s.rows(layer.name)]
+        self._mapped: dict[tuple[Segment, str], Tensor] = {}
 
     def rows_of(self, parameter: str) -> slice:
         """Which rows of its weight (or entries of its bias) the layer uses: all, or a part."""
@@ -170,11 +171,10 @@ class LayerMemory:
         if kind == "keys" and self.kind == "embedding":
             tokens = segment.tokens(self.name, self.in_features)
             return lambda low, high: tokens[low:high]
-        width = self.in_features if kind == "keys" else self.out_features
         if kind == "keys" and segment.references(self.name) is not None:
             numbers = self.recurring.of_segment(segment)
             return lambda low, high: self.recurring.take(numbers[low:high])
-        stored = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
+        stored = self._stored(segment, kind)
         if stored.dtype == self.dtype:
             return lambda low, high: stored[low:high]
         if kind == "keys" or stored.dtype != torch.float16:
@@ -186,6 +186,14 @@ class LayerMemory:
             return stored[low:high].to(self.dtype) * scale
 
         return read
+
+    def _stored(self, segment: Segment, kind: str) -> Tensor:
+        """As it lies on disk, looked up once: tensors are only mapped, and cost nothing to keep."""
+        if (segment, kind) not in self._mapped:
+            width = self.in_features if kind == "keys" else self.out_features
+            found = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
+            self._mapped[segment, kind] = found
+        return self._mapped[segment, kind]
 
     @cached_property
     def recurring(self) -> DistinctKeys:

@@ -2,7 +2,7 @@
 
 Of a parameter whose gradients are only summed up, the training thread hands over each gradient with
 the learning rule's scalars, and goes on. The accountant projects it (for the log, and for the
-prediction of where the weights are), holds it, and folds what it holds into the sums.
+prediction of where the weights are), holds a copy, and folds what it holds into the sums.
 
 Why it is hard: the gradient handed over is the training loop's own tensor. Copying it would cost
 the training thread more than everything else it does for the recording. But a loop may write over
@@ -74,8 +74,8 @@ class Account:
     """The gradient, and its version, from which the loop's habit will be learned."""
     habit_known: bool = False
     loans: list[Loan] = field(default_factory=list)
-    folded: int = 0
-    """The last step whose gradients are in the sum: nothing before it is read any more."""
+    taken: int = 0
+    """The last step whose gradient is taken into the sum: nothing before it is read any more."""
 
 
 class Update(NamedTuple):
@@ -115,7 +115,7 @@ class Accountant:
         self._handed: deque[tuple[int, list[Update]]] = deque()  # steps, by one operation each
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._room = threading.Semaphore(WAITING)
-        self._number = self._done = 0  # of the last step handed over, and of the last one done
+        self._number = 0  # of the last step handed over
         self._parcel_steps = self._parcel_bytes = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -177,7 +177,7 @@ class Accountant:
 
     def _check(self, account: Account, *, touched: bool = False) -> None:
         """Look at everything lent; what the accountant is done with is then settled."""
-        done = account.folded  # before looking: whatever is untouched now was so when it was read
+        done = account.taken  # before looking: whatever is untouched now was so when it was read
         if touched or any(loan.original._version != loan.version for loan in account.loans):
             self._start_again(account)
         elif account.loans[0].number <= done:
@@ -264,14 +264,13 @@ class Accountant:
             change, pull = advance_along(audit.weights, audit.momentum, projected, transition)
             audit.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
             account.sum.hold(transition, gradient)
-        self._done = number
+            account.taken = number
         full = sum(a.sum.held_bytes for a in self.accounts.values()) >= HELD_BYTES
         self._fold(a for a in self.accounts.values() if full or a.sum.held >= HELD)
 
     def _fold(self, accounts: Iterable[Account]) -> None:
         for account in accounts:
             account.sum.fold()
-            account.folded = self._done
 
 
 def _is_its_own(gradient: Tensor) -> bool:

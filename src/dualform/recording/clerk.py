@@ -27,11 +27,14 @@ Job = tuple[Callable[..., None], tuple[Any, ...]]
 LITTLE = 1 << 14
 """A job about so many numbers takes less time than waking the clerk: an idle one is left alone."""
 
+WAITING = 4
+"""How many jobs may wait; then training does, so that no more tensors are held on to than these."""
+
 
 class Clerk:
     """Does one job after the other, in a thread that begins with the first.
 
-    A job that fails is told of by the next `wait`; those given after it are then left undone.
+    A job that fails is told of by the next `wait`; those given before that are left undone.
     """
 
     def __init__(self) -> None:
@@ -53,6 +56,8 @@ class Clerk:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="dualform-clerk", daemon=True)
             self._thread.start()
+        if self._given - self._done >= WAITING:
+            self.wait()
         self._given += 1
         self._jobs.put((work, args))
 

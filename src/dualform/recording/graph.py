@@ -187,7 +187,7 @@ class GraphCapture:
                 return
             if any(map(will_accumulate, nodes)):
                 key = saved.read()
-                rows = error_signal.detach().T if flipped else error_signal.detach()
+                rows = error_signal.detach().mT if flipped else error_signal.detach()
                 leading = shape[0] if shape else tuple(rows.shape[:-1])
                 pair = (key, without_padding(rows.reshape(len(key), -1), key[:, 0], padding))
                 if batch is not None:

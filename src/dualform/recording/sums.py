@@ -32,6 +32,7 @@ class Accumulated:
         self._shape = weights.shape
         self._state = torch.stack([weights.reshape(-1).double(), momentum.reshape(-1).double()])
         self._held: list[tuple[Transition, Tensor | None]] = []
+        self._places: list[Tensor] = []  # for copies of the gradients held
 
     @classmethod
     def nothing(cls, like: Tensor) -> Accumulated:
@@ -60,11 +61,21 @@ class Accumulated:
         return sum(g.numel() * g.element_size() for _, g in self._held if g is not None)
 
     def hold(self, transition: Transition, gradient: Tensor | None) -> None:
-        """One more step, by a gradient that must stay as it is until the next `fold`.
+        """One more step, by a gradient; None: the rule acts on what is there, nothing is added.
 
-        None: the rule acts on what is there, and nothing is added.
+        It is copied. Held on to, it would keep torch from using its memory again, and every step
+        would have its gradients in another place, which no cache knows.
         """
-        self._held.append((transition, None if gradient is None else gradient.reshape(-1)))
+        copy = None
+        if gradient is not None:
+            copy = self._place(gradient).copy_(gradient.reshape(-1))
+        self._held.append((transition, copy))
+
+    def _place(self, gradient: Tensor) -> Tensor:
+        number = sum(held is not None for _, held in self._held)
+        if number == len(self._places) or self._places[number].dtype != gradient.dtype:
+            self._places[number:] = [torch.empty(gradient.numel(), dtype=gradient.dtype)]
+        return self._places[number]
 
     def fold(self) -> None:
         """Put the steps held into the sums."""

@@ -1,0 +1,116 @@
+"""Which layer's output is split into contributions, and along which direction.
+
+A recorded example is asked at one layer: its last keys are the queries, the target counts the
+layer's own outputs. A new input runs through the network once, with gradients on: what each layer
+receives are its queries, and d(target)/d(layer output) is the direction. Layers that are modules
+are looked at by hooks (`targets.Traced`); weights that are used without one, attention's packed
+projections or functional code, by the nodes they leave in the autograd graph (`used.Uses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualform.attention import queries as asking
+from dualform.attention.contribution import Contribution, Target, contribution
+from dualform.attention.targets import Aim, Traced, aim, is_margin
+from dualform.attention.view import View
+from dualform.errors import QueryError
+from dualform.layers import as_patterns, flattened
+from dualform.memory import LayerMemory
+
+
+class Asked(NamedTuple):
+    """A view, its architecture, and one input as the model takes it."""
+
+    view: View
+    model: nn.Module
+    inputs: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+def of_example(
+    view: View, example: Any, target: Aim, layer: str | None, label: int | None
+) -> Contribution:
+    """What patterns wrote into the outputs of one layer for a recorded example."""
+    memory = view.memory
+    if not memory.layers:
+        raise QueryError(f"{memory.path} holds no patterns, so nothing was written")
+    known = memory.layer(layer if layer is not None else memory.layers[-1])
+    known.need_error_signals("a contribution")
+    rows = asking.example_queries(view, known, example)
+    shape = (known.out_features,) if len(rows) == 1 else (len(rows), known.out_features)
+    outputs = torch.zeros(shape)
+    if is_margin(target):
+        outputs = view.output(known, rows).reshape(shape)
+    direction, name = aim(target, label, outputs, f"layer {known.name!r}")
+    name = f"{name} of layer {known.name} for example {example!r}"
+    direction = direction.reshape(len(rows), known.out_features)
+    return contribution(view, known, rows, direction, Target(name, first_order=False))
+
+
+def of_input(asked: Asked, target: Aim, layer: str | None, label: int | None) -> Contribution:
+    """What patterns wrote into an output of the model for a new input."""
+    memory = asked.view.memory
+    if layer is not None:
+        memory.layer(layer).need_error_signals("a contribution")
+    traced = Traced()
+    names = memory.layers if layer is None else (layer,)
+    with torch.enable_grad():
+        output = asking.run(
+            asked.model, asked.view, asked.inputs, asked.kwargs, traced.on_layer, names
+        )
+    if not isinstance(output, Tensor):
+        raise QueryError(
+            f"the model returns a {type(output).__name__}; contribute needs a tensor of outputs"
+        )
+    direction, name = aim(target, label, output, "the model's output")
+    produced = traced.layer_of(output)
+    chosen = layer if layer is not None else produced
+    if chosen is not None and chosen in traced.calls:
+        told = Target(f"{name} of the model", first_order=chosen != produced)
+        value = (output * direction.to(output)).sum()
+        return _through_calls(asked.view, traced, memory.layer(chosen), value, told)
+    functional = [n for n in names if n not in traced.calls]
+    return _through_uses(asked, functional, layer, direction, name)
+
+
+def _through_calls(
+    view: View, traced: Traced, layer: LayerMemory, value: Tensor, target: Target
+) -> Contribution:
+    """Along g = d(target)/d(layer output): one-hot where the layer's output is the model's."""
+    calls = traced.calls[layer.name]
+    slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
+    rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
+    asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
+    directions = torch.cat([flattened(slope) for slope in slopes])
+    outputs = torch.cat([flattened(call.output) for call in calls])
+    primal = float((outputs.double() * directions.double()).sum())
+    return contribution(view, layer, rows, directions, target, primal)
+
+
+def _through_uses(
+    asked: Asked, names: Sequence[str], layer: str | None, direction: Tensor, name: str
+) -> Contribution:
+    """The same for a weight that is used without its module being called."""
+    memory = asked.view.memory
+    output, uses = asking.run_with_uses(asked.model, asked.view, asked.inputs, asked.kwargs, names)
+    produced = uses.layer_of(output)
+    chosen = layer if layer is not None else produced
+    if chosen is None:
+        raise QueryError(
+            "no recorded layer's output is the model's output as it stands, so no layer's "
+            "contributions add up to it; name a layer for contributions to first order: "
+            f"layer=one of {', '.join(memory.layers)}"
+        )
+    known = memory.layer(chosen)
+    known.need_error_signals("a contribution")
+    rows, slopes = uses.slopes(chosen, (output * direction.to(output)).sum())
+    asking.check_finite(rows, f"what layer {chosen!r} receives for this input")
+    primal = float((uses.output(known, rows).double() * slopes.double()).sum())
+    told = Target(f"{name} of the model", first_order=chosen != produced)
+    return contribution(asked.view, known, rows, slopes, told, primal)
