@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dualform as df
-from dualform.attention import compiled, ranking
+from dualform.attention import compiled
 from dualform.attention import weights as weights_room
 
 EXACT = 1e-12
@@ -97,23 +97,3 @@ def test_what_cannot_be_routed_is_refused(run: Any, tmp_path: Any) -> None:
             optimizer.step()
     with pytest.raises(df.QueryError, match="have no 'task'"):
         df.DualForm(model, tmp_path / "gaps").routed(by="task")
-
-
-def test_keys_that_recur_are_looked_at_once_per_phase_and_count_as_often_as_they_came(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = run.memory.layer("fc1")
-    assert layer.distinct is not None
-    pairs = set(zip(layer.distinct.references.tolist(), layer.patterns["task"], strict=True))
-    assert len(pairs) < layer.rows / 2
-    looked_at: list[int] = []
-    real = ranking.top_patterns
-
-    def counting(of: Any, queries: Any, included: Any, *rest: Any, **more: Any) -> Any:
-        looked_at.append(int(included.sum()))
-        return real(of, queries, included, *rest, **more)
-
-    monkeypatch.setattr(ranking, "top_patterns", counting)
-    found = run.dual.routed(by="task", k=25).cosines(run.inputs[:5])
-    assert looked_at == [len(pairs)]
-    assert np.abs(found - cosines(run, run.inputs[:5], 25)).max() < EXACT

@@ -11,7 +11,6 @@ It is a mask like any other: the patterns that stay keep what they wrote. It is 
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,23 +143,6 @@ class Routed:
         means = cosines.reshape(count, -1, len(self.phases)).mean(1)
         return means.argmax(1), means
 
-    @cached_property
-    def _met(self) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """The patterns to look at, and how many visits each stands for.
-
-        Where keys that recur are stored once, a phase's first visit stands for all of them: an
-        input layer is then looked through once instead of once per epoch.
-        """
-        distinct = self._memory.distinct
-        if distinct is None:
-            return self._included, np.ones(self._memory.rows, np.int64)
-        rows = np.flatnonzero(self._included)
-        cell = distinct.references[rows] * len(self.phases) + self._phases.codes[rows]
-        _, first, often = np.unique(cell, return_index=True, return_counts=True)
-        met, visits = np.zeros(self._memory.rows, bool), np.ones(self._memory.rows, np.int64)
-        met[rows[first]], visits[rows[first]] = True, often
-        return met, visits
-
     def cosines(self, queries: Tensor) -> NDArray[np.float64]:
         """Mean of the k largest cosines of each query with the keys of each phase: [n, phases]."""
         size = weights.norms(self._memory)
@@ -169,19 +151,19 @@ class Routed:
         directions = torch.where(length > 0, queries / length, 0.0)
         if self._memory.kind == "embedding":
             directions = queries  # a token's key is a single 1
-        met, visits = self._met
         best = ranking.top_patterns(
-            self._memory, directions, met, self.k, "most", self._phases, scales=scales
+            self._memory,
+            directions,
+            self._included,
+            self.k,
+            "most",
+            self._phases,
+            scales=scales,
         )
         cell = best.query * len(self.phases) + best.group
         count = len(queries) * len(self.phases)
-        often = visits[best.row]
-        before = np.cumsum(often) - often
-        starts = np.flatnonzero(best.rank == 0)
-        before -= np.repeat(before[starts], np.diff([*starts, len(cell)]))
-        taken = np.clip(self.k - before, 0, often)  # all its visits, until there are k
-        total = np.bincount(cell, best.weight * taken, count)
-        listed = np.bincount(cell, taken, count)
+        total = np.bincount(cell, best.weight, count)
+        listed = np.bincount(cell, minlength=count)
         means = np.divide(total, listed, out=np.full(count, -np.inf), where=listed > 0)
         shaped: NDArray[np.float64] = means.reshape(len(queries), len(self.phases))
         return shaped
