@@ -1,6 +1,6 @@
 """Section 5.4: MNIST first, then Fashion-MNIST: forgetting, and what masks undo of it.
 
-    python experiments/mnist_fashion_continual.py --seeds 0 1 2      3,000 + 3,000 steps
+    python experiments/mnist_fashion_continual.py --seeds 0 1        3,000 + 3,000 steps
 
 Figures 10d–f and 20–28, and beyond the paper: accuracies with the second task masked, travelled
 back, masked in some layers, masked in part, and masked input by input (routed by attention).

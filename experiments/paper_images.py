@@ -27,7 +27,7 @@ SINGLE, JOINT = mnist_single.EXPERIMENT, mnist_fashion_joint.EXPERIMENT
 CONTINUAL = mnist_fashion_continual.EXPERIMENT
 
 PLAN: list[tuple[Experiment, str, int]] = [
-    (CONTINUAL, "authors", 3),
+    (CONTINUAL, "authors", 2),
     (SINGLE, "authors", 5),
     (CONTINUAL, "vanilla", 1),
     (JOINT, "authors", 1),
