@@ -194,12 +194,23 @@ def test_gradients_carried_over_steps_share_the_coefficient_of_their_update() ->
     assert coefficients(log).steps.tolist() == [0.0, -0.1, -0.1, -0.1]
 
 
-def test_only_sgd_itself_is_known() -> None:
+def test_a_rule_is_known_by_the_very_class_of_its_optimizer() -> None:
     class Mine(torch.optim.SGD):
         pass
 
     weight = nn.Parameter(torch.zeros(2))
     assert rule_of(torch.optim.SGD([weight])) == "sgd"
-    for optimizer in (torch.optim.Adam([weight]), Mine([weight])):
+    assert rule_of(torch.optim.AdamW([weight])) == "adam"
+    for optimizer in (torch.optim.Adamax([weight]), Mine([weight])):
         with pytest.raises(RecordingError, match=rf"{type(optimizer).__name__}; its learning rule"):
             rule_of(optimizer)
+
+
+def test_what_cannot_be_explained_is_refused_with_the_reason() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(RecordingError, match="matrix iteration in bfloat16"):
+        rule_of(torch.optim.Muon([weight]))
+    with pytest.raises(RecordingError, match="capturable=True"):
+        rule_of(torch.optim.Adam([weight], capturable=True))
+    with pytest.raises(RecordingError, match="differentiable=True"):
+        rule_of(torch.optim.RMSprop([weight], differentiable=True))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from dualform.errors import DualFormError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
@@ -27,9 +27,10 @@ from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
 from dualform.recording.commits import SNAPSHOT_SHARE
 from dualform.recording.counting import Calls, count_calls
-from dualform.recording.entry import SNAPSHOT_EVERY, STEP_BUDGET
+from dualform.recording.entry import SNAPSHOT_EVERY, STATE_SHARE, STEP_BUDGET
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 from dualform.recording.opaque import refuse_opaque
+from dualform.recording.optimizer_state import bytes_of_states
 from dualform.recording.sink import SEGMENT_BYTES, SETS
 from dualform.recording.storage import Storage, chosen
 from dualform.table import Table
@@ -166,6 +167,8 @@ def estimate(
     dtype: str = "float32",
     error_signals: bool | str | Iterable[str] = True,
     every: int = 1,
+    optimizer: optim.Optimizer | None = None,
+    state_share: float = STATE_SHARE,
     step_budget: int = STEP_BUDGET,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
@@ -192,6 +195,8 @@ def estimate(
         path: where the memory will go; the estimate then says whether it fits.
         layers: as given to `record`.
         dtype, error_signals, every: what will be stored of patterns, as `record` takes them.
+        optimizer: the one that will train the model: what Adam and its relatives remember is kept
+            now and then, within `state_share` of what is recorded.
     """
     counts = {"batch": batch, "steps": steps, "every": every, "examples": examples}
     for name, value in counts.items():
@@ -214,6 +219,8 @@ def estimate(
         model, calls, batch, steps, tags, every, step_budget, snapshot_every, segment_bytes, storage
     )
     plan.given, plan.examples = given, examples
+    if optimizer is not None:
+        plan.states = bytes_of_states(optimizer, plan.step_bytes, steps, state_share)
     plan.uncalled = [layer.name for layer in trained if layer not in calls]
     place, free = _free_space(path)
     return Estimate(
@@ -278,6 +285,7 @@ class _Plan:
         self.uncalled: list[str] = []
         self.given: set[Layer] = set()
         self.examples: int | None = None
+        self.states = 0
         self.moving = _moving_buffers(model)
         used = {name for layer in calls for name in layer.parameters}
         alone = {
@@ -342,6 +350,7 @@ class _Plan:
             "step-level parameters": self._gradients_kept() + self._accumulated(),
             "unrecorded steps": self._sums_kept() * self._unrecorded() if self.every > 1 else 0,
             "buffers": self.steps * (_size(self.moving.values()) + 8 * len(self.moving)),
+            "optimizer states": self.states,
             "initial state": self._initial(),
             "weight snapshots": self._snapshots() * _pages(_size(self.parameters.values())),
             "fingerprints and headers": self._overhead(),

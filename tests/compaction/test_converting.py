@@ -237,7 +237,7 @@ def test_a_memory_that_is_not_exact_stays_so(tmp_path: Path) -> None:
 
 def test_an_unknown_learning_rule_leaves_the_loss_unmeasured_and_says_so(tmp_path: Path) -> None:
     net = Net()
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = torch.optim.Adamax(net.parameters())
     recorder = df.record(net, optimizer, tmp_path / "adam", audit="warn")
     with pytest.warns(UserWarning, match="not exact"), recorder:  # noqa: PT031
         net(torch.randn(4, 6)).square().sum().backward()

@@ -266,7 +266,7 @@ def test_a_recording_that_cannot_begin_leaves_no_hook(tmp_path: Path) -> None:
         df.record(model, optimizer, tmp_path),
     ):
         pass
-    with pytest.raises(df.AuditError), df.record(model, torch.optim.Adam([model.weight]), "x"):
+    with pytest.raises(df.AuditError), df.record(model, torch.optim.Adamax([model.weight]), "x"):
         pass
     assert hooks_in_torch(model, optimizer) == before
     assert threading.active_count() == threads

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.attention import engine, queries
+from dualform.attention import engine, preconditioned_checks, queries
 from dualform.attention.rounding import DOUBLE, buffer_sizes, carried, drift, unmoved
 from dualform.attention.tally import Tally, tallies
 from dualform.attention.verification import Check, Verification
@@ -78,8 +78,12 @@ def verify(
     """Compare a view without masks with everything training left behind, and with the model."""
     memory = view.memory
     reference = _reference(view, model)
-    rebuilt = {} if reference is None else {n: _begun(view, n) for n in memory.parameters}
+    adaptive = [name for name in memory.parameters if view.is_adaptive(name)]
+    rebuilt: dict[str, Tensor] = {}
+    if reference is not None:
+        rebuilt = {n: _begun(view, n) for n in memory.parameters if n not in adaptive}
     found: dict[str, list[Check]] = {}
+    shaking: dict[str, float] = {}
 
     def check(name: str, sums: Tally | None) -> None:
         found[name] = []
@@ -94,6 +98,14 @@ def verify(
 
     for sums in tallies(view, rebuilt, progress):
         check(sums.parameter, sums)
+    for done, name in enumerate(adaptive, 1):
+        stated = memory.parameters[name].accumulated_since is not None
+        checking = preconditioned_checks.check_stated if stated else preconditioned_checks.check
+        result = checking(view, name, (reference or {}).get(name))
+        found[name], rebuilt[name] = result.checks, result.weights
+        shaking[name] = result.typical
+        if progress is not None:
+            progress(done, len(adaptive))
     for name in memory.parameters.keys() - found.keys():
         check(name, None)
     checks = [one for name in memory.parameters for one in found[name]]
@@ -101,8 +113,8 @@ def verify(
     if model is not None:
         hashes["model"] = model_hash(model)
         if inputs or kwargs:
-            bounds = {c.parameter: c.bound for c in checks if c.kind == "weights"}
-            seen = view.holding(rebuilt) if rebuilt else view
+            bounds = {c.parameter: c.bound for c in checks if c.kind == "weights"} | shaking
+            seen = view.holding(rebuilt) if reference is not None else view
             checks += _check_outputs(seen, model, inputs, kwargs, bounds)
     layers = [memory.layer(name) for name in memory.layers]
     stored = {la.name: str(la.stored).removeprefix("torch.") for la in layers if la.stored_eps}

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, grouping, ranking, weights
+from dualform.attention import engine, grouping, preconditioned, ranking, weights
 from dualform.attention.spotlight import check_absolute, check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
 from dualform.errors import QueryError
@@ -241,6 +241,7 @@ def contribution(
         view.row_coefficients(layer, layer.weight),
         view.row_coefficients(layer, layer.bias),
     )
+    values += _written_adaptively(view, layer, queries, directions)
     shares = _shares(view, layer, queries, directions)
     if primal is None:
         primal = float((view.output(layer, queries) * directions).sum())
@@ -287,6 +288,21 @@ def _written_by_patterns(
     return written, attention
 
 
+def _written_adaptively(
+    view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
+) -> engine.Reals:
+    """The same where an adaptive rule trained weight or bias: by elementwise factors, [T]."""
+    found = np.zeros(layer.rows)
+    outer = write(layer.kind, torch.zeros(layer.shape).double(), queries, directions)
+    for parameter, along in ((layer.weight, outer), (layer.bias, directions.sum(0))):
+        if view.writes_adaptively(layer, parameter):
+            assert parameter is not None
+            found += preconditioned.along(
+                view.memory, layer, parameter, view.at, along, view.average
+            )
+    return found * view.row_weights(layer)
+
+
 def _shares(
     view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
 ) -> dict[str, float]:
@@ -323,6 +339,8 @@ def _shares(
 
 def _written(view: View, writer: LayerMemory, parameter: str) -> Tensor:
     """What another layer's patterns wrote into a shared parameter."""
+    if view.is_adaptive(parameter):
+        return view.written(writer, parameter)
     factors = view.row_coefficients(writer, parameter)
     as_weight = parameter == writer.weight
     matrix, vector = engine.learned(

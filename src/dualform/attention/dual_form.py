@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dualform.attention import queries as asking
 from dualform.attention import short_keys, splitting
+from dualform.attention.averaging import averaging
 from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution
 from dualform.attention.engine import Progress
@@ -133,6 +134,11 @@ class DualForm:
                 f"{self._name()} cannot be verified: nothing was ever trained to be it. "
                 "Verify the view without masks; a mask takes parts of it away exactly."
             )
+        if self._view.averaging is not None:
+            raise QueryError(
+                f"{self._name()} cannot be verified: training left no trace of an average. Verify "
+                "the view itself; its average is a sum of weights that are then certified."
+            )
         if inputs or kwargs:
             self._model("comparing outputs")
             if self.step != self.memory.steps:
@@ -232,6 +238,22 @@ class DualForm:
                 f"{self.memory.steps} only. Ask the memory it was compacted from"
             )
         return self._with(step, self._view.masks)
+
+    def averaged(self, decay: float | None = None, *, start: int = 1, every: int = 1) -> DualForm:
+        """The network whose weights are an average over training, as `AveragedModel` keeps it.
+
+        By `decay`, exponential: E ← decay · E + (1 − decay) · W; without, the mean. Kept after
+        `start` updates, and then `every` so many.
+
+        Example:
+            >>> dual.averaged(decay=0.999).contribute(images[:1], target=7)  # doctest: +SKIP
+        """
+        if self.memory.compacted:
+            raise QueryError("averaged(...) needs every step, which a compacted memory forgets")
+        view = copy.copy(self)
+        chosen = averaging(decay, start, every)
+        view._view = View(self.memory, self.step, self._view.masks, chosen)
+        return view
 
     def without(
         self,
@@ -349,11 +371,12 @@ class DualForm:
 
     def _name(self) -> str:
         at = "" if self.step == self.memory.steps else f".at({self.step})"
+        at += "" if self._view.averaging is None else ".averaged(…)"
         return f"DualForm{at}" + "".join(f".{mask}" for mask in self._view.masks)
 
     def _with(self, step: int, masks: tuple[Mask, ...]) -> DualForm:
         view = copy.copy(self)
-        view._view = View(self.memory, step, masks)
+        view._view = View(self.memory, step, masks, self._view.averaging)
         return view
 
     def _masked(self, mask: Mask) -> DualForm:

@@ -136,7 +136,11 @@ def tallies(
     is complete when its sums are handed over.
     """
     memory = view.memory
-    counted = {n for n, known in memory.parameters.items() if known.coverage == "patterns"}
+    counted = {
+        name
+        for name, known in memory.parameters.items()
+        if known.coverage == "patterns" and not view.is_adaptive(name)
+    }
     layers = [memory.layer(name) for name in memory.layers]
     layers = [layer for layer in layers if {layer.weight, layer.bias} & counted]
     last = {p: layer.name for layer in layers for p in (layer.weight, layer.bias) if p in counted}
@@ -166,7 +170,7 @@ def tallies(
     for name, known in memory.parameters.items():
         if name in counted and name not in last:
             yield Tally(view, name)
-        elif known.coverage == "steps":
+        elif known.coverage == "steps" and not view.is_adaptive(name):
             sums = Tally(view, name)
             _add_gradients(view, sums)
             yield sums

@@ -20,6 +20,7 @@ KINDS = {
     "weights": "rebuilt weights against the model's",
     "fingerprints": "from fingerprint to fingerprint",
     "steps": "every step's patterns against its gradient",
+    "states": "what the optimizer remembered, from one kept state to the next",
     "left out": "with what compaction is said to have left out, against the fingerprint",
     "outputs": "outputs by attention against the model's",
 }

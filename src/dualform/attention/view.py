@@ -16,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, grouping
+from dualform.attention import engine, grouping, preconditioned
+from dualform.attention.averaging import Averaging
 from dualform.attention.group_matrices import are_worth_having, columns_of, group_matrices
 from dualform.attention.masks import Mask, row_weights
 from dualform.attention.rounding import as_computed
+from dualform.attention.tables import kept
 from dualform.errors import QueryError
 from dualform.layers.kinds import multiply
 from dualform.learning_rules import Coefficients, ParameterLog, coefficients
@@ -30,13 +32,58 @@ from dualform.memory.description import RESOLVED
 class View:
     """A recorded network after `at` updates, with masks."""
 
-    def __init__(self, memory: Memory, at: int, masks: tuple[Mask, ...] = ()) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        at: int,
+        masks: tuple[Mask, ...] = (),
+        averaging: Averaging | None = None,
+    ) -> None:
         self.memory = memory
         self.at = at
         self.masks = masks
+        self.averaging = averaging
+        self.average = None if averaging is None else averaging.weights(at)
         self._coefficients: dict[str, Coefficients] = {}
         self._row_weights: dict[str, engine.Reals] = {}
         self._weights: dict[str, Tensor] | None = None
+        self._initial: dict[str, preconditioned.Initial] = {}
+
+    def is_adaptive(self, parameter: str) -> bool:
+        """Whether Adam or one of its relatives trained it: its coefficients are no scalars."""
+        known = self.memory.parameters[parameter]
+        return known.adaptive is not None and known.coverage in ("patterns", "steps", "accumulated")
+
+    def writes_adaptively(self, layer: LayerMemory, parameter: str | None) -> bool:
+        """Whether a layer's patterns wrote into the parameter, by an adaptive rule."""
+        if parameter is None or not self.is_adaptive(parameter):
+            return False
+        return self.memory.parameters[parameter].coverage == "patterns"
+
+    def _replayed(self, parameter: str) -> preconditioned.Initial:
+        """What no pattern wrote into a parameter that an adaptive rule trained."""
+        if parameter not in self._initial:
+            self._initial[parameter] = preconditioned.initial(
+                self.memory, parameter, self.at, self.average
+            )
+        return self._initial[parameter]
+
+    def _is_stated(self, parameter: str) -> bool:
+        """Whether only the learned part itself is known of what an adaptive rule did."""
+        since = self.memory.parameters[parameter].accumulated_since
+        return self.is_adaptive(parameter) and since is not None and self.at > since
+
+    @property
+    def _when(self) -> str:
+        """Of which weights a table is, for its name."""
+        return f"after {self.at}" + ("" if self.averaging is None else f", {self.averaging}")
+
+    def _refuse_average(self, parameter: str) -> None:
+        if self.averaging is not None:
+            raise QueryError(
+                f"what {parameter!r} learned is kept only now and then, so its average over steps "
+                "is not known. Record with every=1, error signals and a larger step_budget"
+            )
 
     def drops_unresolved(self, parameter: str) -> bool:
         """Whether a mask asked that, without patterns, it falls back to its initial part."""
@@ -48,7 +95,7 @@ class View:
     def coefficients(self, parameter: str) -> Coefficients:
         """a, h and c of one parameter at this step."""
         if parameter not in self._coefficients:
-            self._coefficients[parameter] = coefficients(self.log(parameter))
+            self._coefficients[parameter] = coefficients(self.log(parameter), average=self.average)
         return self._coefficients[parameter]
 
     def log(self, parameter: str) -> ParameterLog:
@@ -80,11 +127,14 @@ class View:
         return included
 
     def row_coefficients(self, layer: LayerMemory, parameter: str | None) -> engine.Reals | None:
-        """w_t c_t: how much of each pattern is in the parameter; None if none of it is."""
+        """w_t c_t: how much of each pattern is in the parameter; None if none of it is.
+
+        None as well where an adaptive rule trained it: see `written`.
+        """
         coverage = None if parameter is None else self.memory.parameters[parameter].coverage
         if coverage == "compacted":  # its rows are of the last step, and of no learning rule
             return self.row_weights(layer)
-        if parameter is None or coverage != "patterns":
+        if parameter is None or coverage != "patterns" or self.is_adaptive(parameter):
             return None
         per_pattern = self.coefficients(parameter).per_pattern(self._steps(layer))
         return self.row_weights(layer) * per_pattern
@@ -92,8 +142,12 @@ class View:
     def initial_parts(self, parameter: str) -> tuple[Tensor, Tensor | None]:
         """a W_0 and h m_0 (None if there was no momentum buffer), float64."""
         initial = self.memory.initial(parameter).double()
-        if self.memory.parameters[parameter].coverage == "untrained":
+        untrained = self.memory.parameters[parameter].coverage == "untrained"
+        if untrained or self._is_stated(parameter):
             return initial, None
+        if self.is_adaptive(parameter):
+            replayed = self._replayed(parameter)
+            return replayed.weights, replayed.momentum
         factors = self.coefficients(parameter)
         buffer = self.memory.initial_momentum(parameter)
         return factors.initial * initial, (
@@ -107,7 +161,10 @@ class View:
             return None
         since = known.accumulated_since
         if since is not None and self.at > since:  # before that, every step was kept
+            self._refuse_average(parameter)
             return self.memory.learned(parameter, self.at).double()
+        if self.is_adaptive(parameter):
+            return self._replayed(parameter).by_steps
         factors = self.coefficients(parameter).steps
         total = torch.zeros(known.shape, dtype=torch.float64)
         for step, applied in self.memory.step_gradients(parameter):
@@ -123,6 +180,7 @@ class View:
         known = self.memory.parameters[parameter]
         if self.memory.every == 1 or known.coverage != "patterns":
             return None
+        self._refuse_average(parameter)
         if self.drops_unresolved(parameter):
             return None
         return self.memory.unrecorded(parameter, self.at)[0]
@@ -140,6 +198,9 @@ class View:
         """One parameter alone: its base plus what the patterns of all its layers wrote, float64."""
         total = self.base(parameter)
         for layer in self.writers(parameter):
+            if self.is_adaptive(parameter):
+                total[layer.rows_of(parameter)] += self.written(layer, parameter)
+                continue
             factors = self.row_coefficients(layer, parameter)
             is_weight = parameter == layer.weight
             parts = engine.learned(
@@ -159,7 +220,7 @@ class View:
 
     def holding(self, weights: dict[str, Tensor]) -> View:
         """The same view with weights that are already known (or are meant to differ)."""
-        view = View(self.memory, self.at, self.masks)
+        view = View(self.memory, self.at, self.masks, self.averaging)
         view._weights = weights
         return view
 
@@ -172,7 +233,42 @@ class View:
             for parameter, part in zip((layer.weight, layer.bias), parts, strict=True):
                 if parameter is not None and part is not None:
                     rebuilt[parameter][layer.rows_of(parameter)] += part
+                elif self.writes_adaptively(layer, parameter):
+                    assert parameter is not None
+                    rebuilt[parameter][layer.rows_of(parameter)] += self.written(layer, parameter)
         return rebuilt
+
+    def written(self, layer: LayerMemory, parameter: str) -> Tensor:
+        """What a layer's patterns wrote into a parameter of an adaptive rule, masks included.
+
+        float64, in the shape of the layer's rows of it. By matrices of groups where that is
+        possible: one sweep, and then sums of them; else by a sweep of its own.
+        """
+        columns = columns_of(self.masks, layer)
+        cells = None if columns is None else grouping.cells(layer.patterns, columns)
+        if cells is None or not are_worth_having(layer, cells):
+            weights = self.row_weights(layer)
+            return preconditioned.written(
+                self.memory, layer, parameter, self.at, [weights], self.average
+            )[0]
+        codes, count = cells.codes, max(1, len(cells.values))
+
+        def build() -> dict[str, Tensor]:
+            groups: list[engine.Reals | None] = [None]
+            if count > 1:
+                groups = [np.where(codes == group, 1.0, 0.0) for group in range(count)]
+            found = preconditioned.written(
+                self.memory, layer, parameter, self.at, groups, self.average
+            )
+            return {"written": found}
+
+        about = f"written into {parameter} by {columns} {self._when}"
+        on_disk = None if self.at == self.memory.steps and self.average is None else False
+        matrices = kept(layer, about, build, on_disk=on_disk)["written"]
+        strength = np.zeros(count)
+        strength[codes] = row_weights(self.masks, layer)  # the same all over a cell
+        total: Tensor = torch.tensordot(torch.from_numpy(strength), matrices, 1)
+        return total
 
     def _learned(self, layer: LayerMemory) -> tuple[Tensor | None, Tensor | None]:
         """What a layer's patterns wrote into weight and bias, under the masks, float64.
@@ -187,16 +283,16 @@ class View:
                 self.row_coefficients(layer, layer.weight),
                 self.row_coefficients(layer, layer.bias),
             )
-        bare = View(self.memory, self.at)
+        bare = View(self.memory, self.at, averaging=self.averaging)
         factors = [bare.row_coefficients(layer, name) for name in (layer.weight, layer.bias)]
         if all(factor is None for factor in factors):
             return None, None
         matrices = group_matrices(
             layer,
             cells,
-            f"by {columns} after {self.at}",
+            f"by {columns} {self._when}",
             *factors,
-            on_disk=None if self.at == self.memory.steps else False,
+            on_disk=None if self.at == self.memory.steps and self.average is None else False,
         )
         strength = np.zeros(len(cells.values))
         strength[cells.codes] = row_weights(self.masks, layer)  # the same all over a cell
@@ -222,9 +318,25 @@ class View:
         output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
         for writer in self.writers(layer.weight):
             factors = self.row_coefficients(writer, layer.weight)
+            written, here = shared_rows(writer, layer, layer.weight)
+            if self.is_adaptive(layer.weight):
+                if writer.kind == layer.kind and writer.shape == layer.shape:
+                    output[:, here if layer.kind == "linear" else slice(None)] += (
+                        preconditioned.outputs(
+                            self.memory,
+                            layer,
+                            writer,
+                            self.at,
+                            self.row_weights(writer),
+                            queries,
+                            self.average,
+                        )
+                    )
+                else:
+                    own[here] += self.written(writer, layer.weight)[written]
+                continue
             if factors is None:
                 continue
-            written, here = shared_rows(writer, layer, layer.weight)
             if writer.kind == layer.kind == "linear":
                 output[:, here] += engine.dual_outputs(writer, factors, queries)[:, written]
             elif writer.kind == layer.kind and writer.shape == layer.shape:
@@ -237,6 +349,10 @@ class View:
         if layer.bias is not None:
             output = output + self.base(layer.bias)[layer.rows_of(layer.bias)]
             for writer in self.writers(layer.bias):
+                if self.is_adaptive(layer.bias):
+                    written, here = shared_rows(writer, layer, layer.bias)
+                    output[:, here] += self.written(writer, layer.bias)[written]
+                    continue
                 _, part = engine.learned(writer, None, self.row_coefficients(writer, layer.bias))
                 if part is not None:
                     written, here = shared_rows(writer, layer, layer.bias)

@@ -74,6 +74,14 @@ def compact(
             "such a memory is not possible yet. Keep it as it is"
         )
     choices = choose(source, layers, error_signals, dtype, rank)
+    for name in sorted(choices.summed | choices.compacted):
+        rule = source.parameters[name].rule
+        if source.parameters[name].adaptive is not None:
+            raise RecordingError(
+                f"{name!r} was trained by the rule {rule!r}, whose preconditioner is replayed from "
+                "the patterns themselves; summing them up or compacting them is not possible. "
+                "Keep its layer as it is (dtype= may still be given)"
+            )
     ends = _kept_ends(source, snapshot_every)
     stages = _Stages(progress)
     source.check(stages.next())

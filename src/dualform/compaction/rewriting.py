@@ -21,7 +21,7 @@ from dualform.memory.segments import Segment, scales_of
 from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 
 NOT_OF_LAYERS = frozenset(
-    {"log", "patterns", "strings", "buffers", "fingerprint_steps"}
+    {"log", "patterns", "strings", "buffers", "states", "fingerprint_steps"}
     | {"gradients", "learned", "sizes", "left_out", "unrecorded"}
     | {"fingerprints", "momentum_fingerprints"}
 )

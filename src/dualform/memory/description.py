@@ -16,6 +16,7 @@ import torch
 from dualform.layers import Layer
 from dualform.layers.kinds import KINDS as LAYER_KINDS
 from dualform.layers.kinds import parameter_shape
+from dualform.learning_rules import ADAPTIVE, SGD, AdaptiveRule
 from dualform.memory.files import count, numbered_file, text
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import WrittenFile
@@ -53,6 +54,13 @@ class Parameter:
     left_out_most: float = 0.0
     """The largest singular value of what was left out: no entry is larger, and no unit query
     misses more."""
+    rule: str = SGD
+    """The learning rule that moved it: "sgd", or one of the adaptive ones ("adam", …)."""
+
+    @property
+    def adaptive(self) -> AdaptiveRule | None:
+        """The learning rule, where its steps are not scalars: Adam and its relatives."""
+        return ADAPTIVE.get(self.rule)
 
     @property
     def height(self) -> int:
@@ -247,8 +255,17 @@ def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
         entry["role"],
         float(entry["eps"]),
         None if since is None else count(since),
-        *(_size(entry.get(name, 0.0)) for name in ("stored_eps", "left_out", "left_out_most")),
+        _size(entry.get("stored_eps", 0.0)),
+        _size(entry.get("left_out", 0.0)),
+        _size(entry.get("left_out_most", 0.0)),
+        _rule(entry.get("rule", SGD)),
     )
+
+
+def _rule(name: Any) -> str:
+    if name != SGD and name not in ADAPTIVE:
+        raise ValueError(f"the learning rule {name!r} is not known to this dualform")
+    return text(name)
 
 
 def _size(value: Any) -> float:

@@ -27,6 +27,10 @@ COMPACTED = "singular vectors of what was learned (compacted: of no example, lab
 """What the rows of a compacted layer are."""
 
 
+ReadRows = Callable[[int, int], Tensor]
+"""Reads some of the rows of a segment."""
+
+
 class Block:
     """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them.
 
@@ -165,6 +169,36 @@ class LayerMemory:
                 )
                 yield Block(start + low, high - low, *parts)
             start += rows
+
+    def part(self, low: int, high: int, *, keys: bool = True) -> tuple[Tensor | None, Tensor]:
+        """Keys (if asked for) and error signals of the patterns from row `low` to `high`."""
+        found: list[tuple[Tensor | None, Tensor]] = []
+        for start, rows, read_keys, read_signals in self._readers:
+            here = max(low - start, 0), min(high - start, rows)
+            if here[0] < here[1]:
+                found.append((read_keys(*here) if keys else None, read_signals(*here)))
+        if len(found) == 1:
+            return found[0]
+        signals = [part for _, part in found]
+        joined = torch.cat([k for k, _ in found if k is not None]) if keys and found else None
+        if not found:
+            dtype = torch.int64 if self.kind == "embedding" else self.dtype
+            joined = torch.empty(0, self.key_width, dtype=dtype) if keys else None
+            signals = [torch.empty(0, self.out_features, dtype=self.dtype)]
+        return joined, torch.cat(signals)
+
+    @cached_property
+    def _readers(self) -> list[tuple[int, int, ReadRows, ReadRows]]:
+        """Of every segment: its first row, its rows, and what reads keys and error signals."""
+        self.need_error_signals("reading single steps")
+        found, start = [], 0
+        for segment in self._segments:
+            rows = segment.rows(self.name)
+            kinds = ("keys", "error_signals")
+            read_keys, read_signals = (self._tensor(segment, kind) for kind in kinds)
+            found.append((start, rows, read_keys, read_signals))
+            start += rows
+        return found
 
     def _tensor(self, segment: Segment, kind: str) -> Callable[[int, int], Tensor]:
         """A segment's keys or error signals, to be read from row to row."""

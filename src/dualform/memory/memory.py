@@ -19,15 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import MemoryFileError, QueryError
-from dualform.learning_rules import HYPERPARAMETERS, ParameterLog, coefficients
+from dualform.learning_rules import AdaptiveLog, ParameterLog, coefficients
 from dualform.memory import derived, files
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
 from dualform.memory.fingerprint import Fingerprint
 from dualform.memory.layer import COMPACTED, LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
+from dualform.memory.logs import Logs
 from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
+from dualform.memory.states import States
 
 Callback = Callable[[int, int], None]
 """Progress: called with (done, total)."""
@@ -48,7 +50,6 @@ class Memory:
         self._manifest = manifest
         self._opened: dict[str, LayerMemory] = {}
         self._dictionaries: dict[str, list[str]] = {}
-        self._logs: dict[str, ParameterLog] = {}
         try:
             described = Description(manifest)
             self._segments = [Segment(path, entry) for entry in manifest["segments"]]
@@ -145,33 +146,25 @@ class Memory:
         return {v for table in tables if column in table for v in table.values(column)}
 
     def log(self, parameter: str) -> ParameterLog:
-        """What the optimizer did with a parameter at every step."""
-        index = self._index(parameter)
-        if parameter not in self._logs:
-            parts = [segment.log(index, len(self._order)) for segment in self._segments]
-            names = ParameterLog.__dataclass_fields__
-            empty = ParameterLog.constant(0)
-            log = ParameterLog(
-                **{n: np.concatenate([getattr(p, n) for p in [empty, *parts]]) for n in names}
-            )
-            self._refuse_unknown_rule(parameter, log)
-            self._logs[parameter] = log
-        return self._logs[parameter]
+        """What the optimizer did with a parameter at every step; `QueryError` under Adam and such.
 
-    def _refuse_unknown_rule(self, parameter: str, log: ParameterLog) -> None:
-        numbers = [log.kappa, *(getattr(log, name) for name in HYPERPARAMETERS)]
-        unknown = np.flatnonzero(log.applied & ~np.isfinite(numbers).all(axis=0))
-        if not len(unknown):
-            return
-        if self.exact:
-            raise MemoryFileError(
-                f"{self.path} is damaged: the log of {parameter!r} at step {unknown[0]} holds "
-                "numbers that are not finite"
-            )
-        raise QueryError(
-            f"what the optimizer did with {parameter!r} at step {unknown[0]} is not known "
-            f"({'; '.join(self.remarks[:1])}), so there are no coefficients. Attention needs none"
-        )
+        Their log is `adaptive_log`: there are no scalar coefficients.
+        """
+        return self._logs.linear(parameter, self._index(parameter))
+
+    def adaptive_log(self, parameter: str) -> AdaptiveLog:
+        """What an optimizer with an adaptive rule (Adam, …) did with a parameter at every step."""
+        return self._logs.adaptive(parameter, self._index(parameter))
+
+    @cached_property
+    def _logs(self) -> Logs:
+        why = "; ".join(self.remarks[:1])
+        return Logs(self.path, self._segments, self.parameters, None if self.exact else why)
+
+    def states(self, parameter: str) -> States:
+        """What the optimizer remembered of a parameter, where that was kept."""
+        self._index(parameter)
+        return States(self.parameters[parameter], self._segments)
 
     def initial(self, parameter: str) -> Tensor:
         """The parameter when recording began, W_0."""

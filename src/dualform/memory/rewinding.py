@@ -140,7 +140,7 @@ def cut_segment(
                 tensors.append(tensor_bytes(place, values))
         elif kind == "log":
             tensors.append(tensor_bytes(name, stored[:steps]))
-        elif kind in ("gradients", "buffers"):
+        elif kind in ("gradients", "buffers", "states"):
             if name.endswith("/step"):
                 kept = int((stored < step).sum())
                 if kept:

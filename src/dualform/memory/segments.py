@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import MemoryFileError
-from dualform.learning_rules import HYPERPARAMETERS, ParameterLog
 from dualform.memory.files import SEGMENTS, WRONG, TensorFile, count, numbered_file, text
 
 LOG_TYPES = {
@@ -213,28 +212,25 @@ class Segment:
             return np.zeros((self.steps, parameters), np.uint8)
         return self.file.array(f"log/{name}", (self.steps, parameters), LOG_TYPES[name])
 
-    def log(self, index: int, parameters: int) -> ParameterLog:
-        """The log of the parameter at this place in the manifest's list of them."""
-        if not self.steps:
-            return ParameterLog.constant(0)
+    def log(self, index: int, parameters: int, settings: int) -> dict[str, NDArray[Any]]:
+        """The log of the parameter at this place in the manifest's list of them, array by array.
+
+        `settings` is how many its learning rule has: [S, settings], under that name.
+        """
         columns = {name: self.log_array(name, parameters)[:, index] for name in LOG_TYPES}
-        settings = self.file.array("log/hyperparameters", dtype=torch.float64)
+        if not self.steps:
+            return columns | {"settings": np.zeros((0, settings))}
+        known = self.file.array("log/hyperparameters", dtype=torch.float64)
         applied = columns["applied"].astype(bool)
         group = np.where(applied, columns["group"], 0)
         first = np.where(applied, columns["first"], 0)
-        if settings.ndim != 3 or settings.shape[::2] != (self.steps, len(HYPERPARAMETERS)):
-            raise self._wrong(f"its log of hyper-parameters has shape {settings.shape}")
-        if ((group < 0) | (group >= settings.shape[1])).any():
+        if known.ndim != 3 or len(known) != self.steps or known.shape[2] < settings:
+            raise self._wrong(f"its log of hyper-parameters has shape {known.shape}")
+        if ((group < 0) | (group >= known.shape[1])).any():
             raise self._wrong("its log names a parameter group that is not there")
         if (applied & (columns["unrecorded"] != 0) & (columns["kappa"] != 0)).any():
             raise self._wrong("its log gives patterns a part in a step that was not recorded")
         if ((first < 0) | (first > np.arange(self.first_step, self.end))).any():
             raise self._wrong("its log takes patterns from steps that were still to come")
-        of_step = settings[np.arange(self.steps), group]
-        return ParameterLog(
-            applied=applied,
-            kappa=columns["kappa"],
-            first=columns["first"],
-            fresh=columns["fresh"].astype(bool),
-            **{name: of_step[:, i] for i, name in enumerate(HYPERPARAMETERS)},
-        )
+        of_step = known[np.arange(self.steps), group, :settings]
+        return columns | {"settings": of_step}

@@ -56,6 +56,7 @@ class SegmentContent:
     strings: dict[str, list[str]] = field(default_factory=dict)
     gradients: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     buffers: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    states: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Learned and unrecorded parts after the last step, under the names they are stored by."""
 
@@ -71,7 +72,8 @@ class SegmentContent:
         for name, strings in self.strings.items():
             small[f"strings/{name}"] = np.frombuffer(json.dumps(strings).encode(), np.uint8).copy()
         written = [tensor_bytes(name, value) for name, value in small.items()]
-        for kind, events in (("gradients", self.gradients), ("buffers", self.buffers)):
+        kinds = {"gradients": self.gradients, "buffers": self.buffers, "states": self.states}
+        for kind, events in kinds.items():
             for name, (steps, values) in events.items():
                 written.append(tensor_bytes(f"{kind}/{name}/step", np.array(steps, np.int64)))
                 written.append(stacked_bytes(f"{kind}/{name}/value", values))

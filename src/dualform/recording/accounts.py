@@ -25,12 +25,21 @@ logger = logging.getLogger("dualform")
 class StepAccounts:
     """Gradients of parameters without patterns, within a budget of bytes; then their sums."""
 
-    def __init__(self, budget: int, audits: Audits, accountant: Accountant) -> None:
+    def __init__(
+        self,
+        budget: int,
+        audits: Audits,
+        accountant: Accountant,
+        initial: Callable[[str], Tensor],
+    ) -> None:
         self._left = budget
+        self._initial = initial
         self._audits = audits
         self._accountant = accountant
         self.since: dict[str, int] = {}
         """From which step on each parameter without patterns is summed up."""
+        self.stated: dict[str, Watched] = {}
+        """Those of them that no sum follows: under an adaptive rule it is W − W_0, as it is."""
         self.unrecorded: list[str] = []
         """Parameters with patterns, of which some steps are summed up."""
 
@@ -39,6 +48,8 @@ class StepAccounts:
     ) -> None:
         """A resumed run: so many bytes are kept of a parameter, or its learned part since then."""
         self._left -= kept
+        if since is not None and watched.rule is not None:
+            self._state(watched, since)
         if state is not None and since is not None:
             self.since[watched.name] = since
             self._open(watched, state)
@@ -46,8 +57,11 @@ class StepAccounts:
     def account(self, watched: Watched, step: int) -> Account | None:
         """The account that sums up a parameter; None while its gradients are kept."""
         if watched.name not in self.since and watched.keys_alone:
-            self.since[watched.name] = step
-            self._open(watched, Accumulated.nothing(watched.parameter))
+            if watched.rule is not None:
+                self._state(watched, step)
+            else:
+                self.since[watched.name] = step
+                self._open(watched, Accumulated.nothing(watched.parameter))
         return self._accountant.accounts.get(watched.name)
 
     def unrecorded_account(self, watched: Watched) -> Account:
@@ -82,9 +96,21 @@ class StepAccounts:
             watched.name,
             step,
         )
-        self.since[watched.name] = step
-        self._open(watched, learned_now(watched))
+        if watched.rule is not None:
+            self._state(watched, step)
+        else:
+            self.since[watched.name] = step
+            self._open(watched, learned_now(watched))
         return {}
+
+    def _state(self, watched: Watched, since: int) -> None:
+        self.since[watched.name] = since
+        self.stated[watched.name] = watched
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a sum of any kind."""
+        return bool(self._accountant.accounts or self.stated)
 
     def _open(self, watched: Watched, state: Accumulated, *, lendable: bool = True) -> None:
         self._audits.leave(watched.audit)
@@ -94,14 +120,20 @@ class StepAccounts:
     def bytes(self) -> int:
         """What all sums take."""
         accounts = self._accountant.accounts
-        counted = [*self.since, *self.unrecorded, *self.unrecorded]  # these have two
-        return sum(8 * accounts[name].watched.parameter.numel() for name in counted)
+        summed = [name for name in self.since if name not in self.stated]
+        counted = [*summed, *self.unrecorded, *self.unrecorded]  # these have two
+        own = [w.parameter.numel() for w in self.stated.values()]
+        return 8 * sum([*own, *(accounts[name].watched.parameter.numel() for name in counted)])
 
     def sums(self) -> dict[str, Tensor]:
         """Every sum now, under the name it is stored by; the accounts must be settled."""
         accounts, found = self._accountant.accounts, {}
         for name in self.since:
-            found[f"learned/{name}"] = accounts[name].sum.weights.clone()
+            if name in self.stated:
+                weights = self.stated[name].parameter.detach().cpu().double()
+                found[f"learned/{name}"] = weights - self._initial(name)
+            else:
+                found[f"learned/{name}"] = accounts[name].sum.weights.clone()
         for name in self.unrecorded:
             found[f"unrecorded/{name}"] = accounts[name].sum.weights.clone()
             found[f"unrecorded_momentum/{name}"] = accounts[name].sum.momentum.clone()

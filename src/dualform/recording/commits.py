@@ -49,15 +49,14 @@ class Commits:
     @property
     def is_due(self) -> bool:
         """Whether a commit is due at this step for the sums it carries."""
-        accounts = self._steps.accountant.accounts
-        return bool(accounts) and self._steps.step % self._snapshot_every == 0
+        return self._steps.accounts.any and self._steps.step % self._snapshot_every == 0
 
     @property
     def owes_sums(self) -> bool:
         """Whether a commit is due for the sums alone: the last one was made without them."""
         return (
             (self.ended or self.flushing)
-            and bool(self._steps.accountant.accounts)
+            and self._steps.accounts.any
             and self._sums_kept != self._steps.step
         )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from dualform.errors import RecordingError
 from dualform.layers import Layer
-from dualform.learning_rules import HYPERPARAMETERS
+from dualform.learning_rules import names_of_settings, rule_of
 from dualform.memory.writing import environment
 from dualform.recording.parameters import Parameters
 from dualform.recording.storage import Storage
@@ -37,11 +37,14 @@ def describe(
 
 
 def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    known = type(optimizer) is torch.optim.SGD
+    try:
+        rule = rule_of(optimizer)
+    except RecordingError:
+        rule = None
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        "rule": "sgd" if known else None,
-        "settings": list(HYPERPARAMETERS) if known else [],
+        "rule": rule,
+        "settings": [] if rule is None else list(names_of_settings(rule)),
     }
 
 

@@ -16,6 +16,7 @@ from dualform.recording.sink import SEGMENT_BYTES
 from dualform.recording.storage import Storage, chosen
 
 STEP_BUDGET = 1 << 30
+STATE_SHARE = 0.125
 SNAPSHOT_EVERY = 1000
 
 
@@ -32,6 +33,7 @@ def record(
     overwrite: bool = False,
     resume: bool | str = False,
     step_budget: int = STEP_BUDGET,
+    state_share: float = STATE_SHARE,
     snapshot_every: int = SNAPSHOT_EVERY,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Recorder:
@@ -67,6 +69,8 @@ def record(
         step_budget: bytes for gradients of parameters without patterns (norms, for one), which
             are kept step by step; beyond it only their learned part is, every `snapshot_every`
             steps.
+        state_share: what an adaptive optimizer (Adam, …) remembers is kept whenever it is at most
+            this share of what was recorded since the last time, and always at the start.
         segment_bytes: how much is collected per commit. Buffers take at most 3 × (this + the bytes
             of the largest step).
     """
@@ -93,6 +97,11 @@ def record(
             raise RecordingError(
                 f"{name}={value!r} was given; expected a whole number, at least {least}"
             )
+    if not isinstance(state_share, int | float) or not 0 < state_share <= 1:
+        raise RecordingError(
+            f"state_share={state_share!r} was given; expected a share of what is recorded, more "
+            "than 0 and at most 1"
+        )
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     if not listed or not all(isinstance(o, Optimizer) for o in listed):
         raise RecordingError(
@@ -109,6 +118,7 @@ def record(
         overwrite=overwrite,
         resume=resume,
         step_budget=step_budget,
+        state_share=float(state_share),
         snapshot_every=snapshot_every,
         segment_bytes=segment_bytes,
         storage=Storage(dtype, chosen(error_signals)),

@@ -28,6 +28,7 @@ from dualform.learning_rules import transitions
 from dualform.memory import Memory
 from dualform.recording.audit import SLACK_HELD, SLACK_LOST, SLACK_WEIGHTS, ParameterAudit
 from dualform.recording.parameters import Parameters
+from dualform.recording.replaying import find_by_replay
 from dualform.recording.walking import Candidate, Print, Reals, Target, off_by, walk
 
 ROUGHLY = 16.0
@@ -51,8 +52,13 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
     for found in reversed(exact):
         if _misfit(targets, found) is None:
             return found.step
-    if any(target.log is None for target in targets):
+    if any(target.log is None and target.rule is None for target in targets):
         raise _nothing_fits(memory, targets, prints, exact)
+    if any(target.log is None for target in targets):
+        found_step = find_by_replay(memory, targets, prints)
+        if found_step is None:
+            raise _nothing_fits(memory, targets, prints, exact)
+        return found_step
     rough, apart = _rough_distances(memory, targets, prints)
     pairs = list(itertools.pairwise(prints))
     best = [float(rough[a.step + 1 : b.step].min(initial=np.inf)) for a, b in pairs]

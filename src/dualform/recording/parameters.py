@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.layers import Layer
-from dualform.learning_rules import momentum_buffer
+from dualform.learning_rules import SGD, AdaptiveRule, adaptive_rule_of, momentum_buffer
 from dualform.recording.audit import ParameterAudit
 from dualform.recording.audits import Audits
 
@@ -29,6 +29,7 @@ class Watched:
     momentum: Tensor | None  # the optimizer's buffer when recording began
     shape: torch.Size
     dtype: torch.dtype
+    rule: AdaptiveRule | None = None  # None for SGD, whose steps are scalars
     layers: list[Layer] = field(default_factory=list)
     role: str | None = None
     coverage: str = "untrained"
@@ -55,6 +56,7 @@ class Watched:
             "eps": self.audit.gradient_eps,
             "layers": [layer.name for layer in self.layers if self.coverage == "patterns"],
             "role": self.role,
+            "rule": SGD if self.rule is None else self.rule.name,
         }
 
 
@@ -72,6 +74,7 @@ class Parameters:
         optimizers = list(optimizers)
         generator = torch.Generator().manual_seed(seed)
         buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
+        rules = {id(p): adaptive_rule_of(o) for o in optimizers for p in parameters_of(o)}
         self.by_name: dict[str, Watched] = {}
         self._by_id: dict[int, Watched] = {}
         self._of_layer: dict[Layer, tuple[Watched, ...]] = {}
@@ -88,8 +91,11 @@ class Parameters:
                 )
             momentum = buffers.get(id(parameter))
             audit = ParameterAudit(parameter, momentum, generator, (directions or {}).get(name))
+            rule = rules.get(id(parameter))
+            if rule is not None:
+                refuse_16_bits(name, parameter, rule)
             watched = Watched(
-                index, name, parameter, audit, momentum, parameter.shape, parameter.dtype
+                index, name, parameter, audit, momentum, parameter.shape, parameter.dtype, rule
             )
             self.by_name[name] = self._by_id[id(parameter)] = watched
         self._keeps: Callable[[Layer], bool] = lambda layer: True
@@ -140,6 +146,16 @@ class Parameters:
                         "optimizers given; give each parameter to one optimizer"
                     )
 
+    def refuse_gaps(self) -> None:
+        """What an adaptive rule remembers can only be replayed from all patterns."""
+        for watched in self:
+            if watched.rule is not None:
+                raise RecordingError(
+                    f"every= was given, and {watched.name!r} is trained by the rule "
+                    f"{watched.rule.name!r}: what the optimizer remembers of each gradient can "
+                    "only be replayed if the patterns of every step are kept. Record with every=1"
+                )
+
     def __len__(self) -> int:
         return len(self.by_name)
 
@@ -176,6 +192,16 @@ class Parameters:
                 kept[f"momentum/{watched.name}"] = watched.momentum
             watched.momentum = None
         return kept
+
+
+def refuse_16_bits(name: str, parameter: nn.Parameter, rule: AdaptiveRule) -> None:
+    """An adaptive optimizer rounds its moments to the parameter's dtype at every step."""
+    if parameter.dtype not in (torch.float32, torch.float64):
+        raise RecordingError(
+            f"parameter {name!r} is {parameter.dtype} and trained by the rule {rule.name!r}: its "
+            "moments are rounded to 16 bits at every step, which no pattern accounts for. Train "
+            "float32 parameters (under torch.autocast, say)"
+        )
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -42,6 +42,7 @@ from dualform.recording.graph import GraphCapture
 from dualform.recording.intake import Intake
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.opaque import refuse_opaque
+from dualform.recording.optimizer_state import OptimizerStates
 from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
@@ -75,6 +76,7 @@ class Recorder:
         overwrite: bool,
         resume: bool | str,
         step_budget: int,
+        state_share: float,
         snapshot_every: int,
         segment_bytes: int,
         storage: Storage,
@@ -85,7 +87,7 @@ class Recorder:
         self._overwrite, self._resume = overwrite, resume
         self._phases: list[dict[str, Any]] = []
         self._snapshot_every, self._segment_bytes = snapshot_every, segment_bytes
-        self._storage, self._step_budget = storage, step_budget
+        self._storage, self._step_budget, self._state_share = storage, step_budget, state_share
         self._lock, self._interrupts, self._clerk = threading.RLock(), Interrupts(), Clerk()
         self._tags = Tags()
         self._tag: Tag | None = None
@@ -249,6 +251,8 @@ class Recorder:
                 fold=recurring.fold,
             )
             undo.pop_all()
+        if unknown is None and any(w.rule is not None for w in self._parameters):
+            self._steps.states = OptimizerStates(self._state_share, lambda: self._sink.collected)
         self._intake = Intake(
             self._parameters, self._steps, self._sink, self._findings, self._clerk
         )
@@ -271,6 +275,8 @@ class Recorder:
         self._parameters.resolve(self._storage.keeps_error_signals)
         self._parameters.keep_to_steps(la for la in found if la not in self._layers)
         self._parameters.refuse_sharing(self._optimizers)
+        if known_rules and self._every > 1:
+            self._parameters.refuse_gaps()
         self._buffers = BufferWatch(self._model)
         self._steps = Steps(
             self._parameters,
@@ -404,12 +410,12 @@ class Recorder:
             elif self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
                 self._sink.rewind(layer)  # of a gradient that will count as unrecorded
         self._parameters.audits.settle(self._steps.step)
-        record, gradients = self._steps.close()
+        record, gradients, states = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls = 0
         self._intake.next_step()
         self._graph.next_step()
-        self._sink.end_step(record, gradients, changed)
+        self._sink.end_step(record, gradients, changed, states)
         self._commits.keep_up()
         if self._flush_due:
             self._commit_all()

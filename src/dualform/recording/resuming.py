@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dualform.errors import RecordingError
 from dualform.layers import Layer
-from dualform.learning_rules import ParameterLog, transitions
+from dualform.learning_rules import SGD, ParameterLog, transitions
 from dualform.memory import Memory, Phase
 from dualform.memory.files import MANIFEST
 from dualform.memory.rewinding import Remainder, ReopenedMemory
@@ -165,6 +165,7 @@ class Resumption:
         The very first one is not gone back to unless that is wanted.
         """
         memory = self.memory
+        self._compare_rules(parameters)
         self.step = step = find_step(memory, parameters)
         if not step and memory.steps and not even_the_first:
             raise RecordingError(
@@ -184,6 +185,17 @@ class Resumption:
         self._left = memory.cut_back(step, weights, momentum)
         self._note_phase(parameters)
         return step
+
+    def _compare_rules(self, parameters: Parameters) -> None:
+        """A parameter goes on under the learning rule it was trained by."""
+        for watched in parameters:
+            known = self.memory.parameters[watched.name]
+            now = SGD if watched.rule is None else watched.rule.name
+            if known.coverage != "untrained" and now != known.rule:
+                raise self._differs(
+                    f"parameter {watched.name!r} is trained by the rule {now!r} now and was by "
+                    f"{known.rule!r}"
+                )
 
     def _refuse_accumulated(self, step: int) -> None:
         """Where only a sum of gradients is known, the steps between are lost for good."""
@@ -290,7 +302,8 @@ class Resumption:
             if watched.coverage == "patterns":
                 watched.audit.has_patterns = True
             watched.audit.gradient_eps = max(watched.audit.gradient_eps, known.eps)
-            if watched.coverage in ("steps", "accumulated") and self.memory.exact:
+            summed = watched.coverage in ("steps", "accumulated") and watched.rule is None
+            if summed and self.memory.exact:
                 log = self.memory.log(watched.name).head(self.step)
                 watched.audit.initial_share = _initial_share(log)
 
@@ -315,7 +328,8 @@ class Resumption:
             since = known.accumulated_since
             kept = sum(g.nbytes for step, g in memory.step_gradients(name) if step < self.step)
             state = None
-            if since is not None and since < self.step:
+            since = since if since is not None and since < self.step else None
+            if since is not None and watched.rule is None:
                 _, _, mw, mm = watched.audit.initial_share
                 initial, buffer = memory.initial(name).double(), memory.initial_momentum(name)
                 momentum = torch.zeros_like(initial)

@@ -71,6 +71,7 @@ class BufferSet:
     records: list[StepRecord] = field(default_factory=list)
     gradients: Events = field(default_factory=dict)
     buffers: Events = field(default_factory=dict)
+    states: Events = field(default_factory=dict)
     bytes: int = 0
     """What has been collected."""
     touched: int = 0
@@ -88,7 +89,7 @@ class BufferSet:
                 region.restart()
         self.first_step = self.end
         self.visits, self.marks, self.records, self.extras = {}, {}, [], None
-        self.gradients, self.buffers, self.bytes = {}, {}, 0
+        self.gradients, self.buffers, self.states, self.bytes = {}, {}, {}, 0
         self.count_touched()
 
     def count_touched(self) -> None:
@@ -157,7 +158,7 @@ class BufferSet:
         """Take back whatever belongs to a step that was not completed."""
         for layer in list(self.marks):
             self.rewind(layer)
-        for events in (self.gradients, self.buffers):
+        for events in (self.gradients, self.buffers, self.states):
             for steps, values in events.values():
                 complete = sum(step < self.end for step in steps)
                 del steps[complete:], values[complete:]
@@ -200,6 +201,7 @@ class BufferSet:
             strings=extras.strings,
             gradients=self.gradients,
             buffers=self.buffers,
+            states=self.states,
             sums=extras.sums,
         )
 
@@ -223,11 +225,12 @@ def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
     if not records:
         return {}
     groups = max((len(r.hyperparameters) for r in records), default=0)
-    settings = np.full((len(records), max(1, groups), len(HYPERPARAMETERS)), np.nan)
+    width = max([len(HYPERPARAMETERS), *(len(v) for r in records for v in r.hyperparameters)])
+    settings = np.full((len(records), max(1, groups), width), np.nan)
     for row, record in zip(settings, records, strict=True):
         for index, values in enumerate(record.hyperparameters):
             if values:  # an optimizer whose rule is not known has none
-                row[index] = values
+                row[index, : len(values)] = values
     names = ("applied", "kappa", "first", "fresh", "group", "projection")
     arrays = {name: np.stack([getattr(r, name) for r in records]) for name in names}
     unrecorded = np.stack([r.unrecorded for r in records])

@@ -68,8 +68,15 @@ class Sink(Protocol):
     def patterns_of_step(self) -> list[Layer]: ...
 
     def end_step(
-        self, record: StepRecord, gradients: dict[str, Tensor], buffers: dict[str, Tensor]
+        self,
+        record: StepRecord,
+        gradients: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        states: dict[str, Tensor],
     ) -> None: ...
+
+    @property
+    def collected(self) -> int: ...
 
     @property
     def is_due(self) -> bool: ...
@@ -111,6 +118,7 @@ class DiskSink(Sink):
         self._last_commit = time.monotonic()
         self._largest_step = 0
         self._step_start = 0
+        self._collected = 0
         self._failure: BaseException | None = None
         self._free: queue.SimpleQueue[BufferSet] = queue.SimpleQueue()
         for _ in range(SETS - 1):
@@ -176,14 +184,22 @@ class DiskSink(Sink):
         return list(self._ring[-1].marks)
 
     def end_step(
-        self, record: StepRecord, gradients: dict[str, Tensor], buffers: dict[str, Tensor]
+        self,
+        record: StepRecord,
+        gradients: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        states: dict[str, Tensor],
     ) -> None:
         """The step is complete: from here on its patterns are part of the memory."""
         self._raise_failure()
         current = self._ring[-1]
         step = current.end
         added = STEP_BYTES + 40 * len(record.applied)
-        for store, values in ((current.gradients, gradients), (current.buffers, buffers)):
+        for store, values in (
+            (current.gradients, gradients),
+            (current.buffers, buffers),
+            (current.states, states),
+        ):
             for name, value in values.items():
                 steps, kept = store.setdefault(name, ([], []))
                 steps.append(step)
@@ -193,6 +209,7 @@ class DiskSink(Sink):
         current.marks = {}
         current.records.append(record)
         self._keep_within_bounds(current)
+        self._collected += current.bytes - self._step_start
         self._step_start = current.bytes
         if (
             current.end == self._first_step + 1
@@ -201,6 +218,11 @@ class DiskSink(Sink):
             for region in (*current.keys.values(), *current.error_signals.values()):
                 region.reserve(region.rows * repeats)
         self._writer.progress.set(current.end)
+
+    @property
+    def collected(self) -> int:
+        """How many bytes of complete steps have come in so far."""
+        return self._collected
 
     @property
     def is_due(self) -> bool:

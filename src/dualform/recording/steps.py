@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.learning_rules import (
     ParameterLog,
-    hyperparameters,
     momentum_buffer,
     rule_of,
+    settings_of,
     transitions,
 )
 from dualform.memory.files import INITIAL, TensorFile
@@ -33,6 +33,7 @@ from dualform.recording.accounts import StepAccounts
 from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
 from dualform.recording.findings import Findings
+from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
@@ -56,6 +57,8 @@ class Move:
     """What the account is to count, or, without an account, what may be stored."""
     unrecorded: bool = False
     """Whether patterns play no part in it, though the parameter has some."""
+    version: int = -1
+    """How often the parameter was changed in place before, where no rule predicts it."""
 
 
 @dataclass
@@ -99,11 +102,15 @@ class Steps:
         self._findings = findings
         self.clerk = clerk
         self.accountant = Accountant(self._start_again)
-        self.accounts = StepAccounts(step_budget, parameters.audits, self.accountant)
+        self.accounts = StepAccounts(
+            step_budget, parameters.audits, self.accountant, self._initial_of
+        )
+        self.states: OptimizerStates | None = None
         self._known_rules = known_rules
         self._without_patterns = without_patterns
         self._record = _blank_record(len(parameters))
         self._stored: dict[str, Tensor] = {}
+        self._states: dict[str, Tensor] = {}
         self._pending: Reading | None = None
         self._transitions: dict[tuple[Any, ...], Transition] = {}
 
@@ -145,12 +152,14 @@ class Steps:
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         reading = Reading(optimizer, unscale)
         for group in optimizer.param_groups:
-            reading.settings.append(hyperparameters(group) if self._known_rules else ())
+            reading.settings.append(settings_of(optimizer, group) if self._known_rules else ())
             for parameter in group["params"]:
                 watched = self._parameters.of(parameter)
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad)
         self._explain(reading)
+        if self.states is not None:
+            self.states.before(optimizer, reading.moves, reading.settings, self.step)
         self._pending = reading
 
     def _read_parameter(self, reading: Reading, watched: Watched, gradient: Tensor) -> None:
@@ -167,18 +176,23 @@ class Steps:
             )
         if watched.coverage == "untrained":
             self._decide_coverage(watched, gradient)
-        fresh = momentum_buffer(reading.optimizer, watched.parameter) is None
+        if watched.rule is None:
+            fresh = momentum_buffer(reading.optimizer, watched.parameter) is None
+        else:
+            fresh = not reading.optimizer.state.get(watched.parameter)
         transition = None
-        if self._known_rules:
+        if self._known_rules and watched.rule is None:
             transition = self._transition(reading.settings[-1], fresh, reading.unscale)
         group = len(reading.settings) - 1
         move = Move(watched, reading.unscale, self.step, fresh, group, transition)
+        if watched.rule is not None:
+            move.version = watched.parameter._version
         reading.moves.append(move)
         if watched.coverage == "patterns":
             self._read_resolved(move, gradient)
         elif self._known_rules:
             move.account = self.accounts.account(watched, self.step)
-            move.gradient = gradient
+            move.gradient = None if watched.name in self.accounts.stated else gradient
         if move.account is None:
             if move.gradient is not None:
                 move.gradient = gradient.detach().to("cpu", copy=True)
@@ -235,7 +249,9 @@ class Steps:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
         resolvable = watched.layers and watched.resolved and not watched.by_steps
         if resolvable and (watched.audit.uses or is_reset(gradient)):
-            watched.coverage = "patterns"
+            watched.coverage = "steps" if lost_in_rounding(watched) else "patterns"
+            if watched.coverage == "steps":
+                self._findings.remark(CANCELLED.format(watched.name))
             return
         watched.coverage = "steps"
         if resolvable:
@@ -273,8 +289,11 @@ class Steps:
         moves = [
             m
             for m in reading.moves
-            if m.transition is not None
-            and m.watched.audit.has_moved(m.watched.parameter, m.transition)
+            if (
+                m.watched.parameter._version != m.version
+                if m.transition is None
+                else m.watched.audit.has_moved(m.watched.parameter, m.transition)
+            )
         ]
         if moves:
             self._take(reading, moves)
@@ -289,6 +308,10 @@ class Steps:
             record.kappa[i], record.first[i] = move.kappa, move.first
             record.group[i] = offset + move.group
             record.unrecorded[i] = move.unrecorded
+        if self.states is not None:
+            self._states |= self.states.after(
+                moves, reading.settings, reading.unscale, self._unexplained_update
+            )
         if self._known_rules:
             self._account_for(reading, moves)
         # the accountant looks at the gradients that its accounts count
@@ -344,13 +367,20 @@ class Steps:
 
     def compare(self, watched: Watched, fingerprint: NDArray[np.float64]) -> None:
         """Compare a parameter, given its fingerprint, with where the learning rule puts it."""
-        if not self._known_rules or watched.spoiled:
+        if not self._known_rules or watched.spoiled or watched.rule is not None:
             return
         try:
             watched.audit.compare(watched.parameter, fingerprint)
         except Unexplained as reason:
             watched.spoiled = True
             self._findings.unexplained_weights(self.step, watched, str(reason))
+
+    def _unexplained_update(self, watched: Watched, reason: str) -> None:
+        watched.spoiled = True
+        self._findings.unexplained_weights(self.step, watched, reason)
+
+    def _initial_of(self, name: str) -> Tensor:
+        return TensorFile(self._path / INITIAL).tensor(f"parameters/{name}").double()
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
@@ -384,10 +414,11 @@ class Steps:
         np.copyto(audit.momentum, audit.project(self._buffer_of(watched)))
         return self._learned_now(watched)
 
-    def close(self) -> tuple[StepRecord, dict[str, Tensor]]:
-        """The step is over: its log, and the gradients kept with it."""
-        done = self._record, self._stored
+    def close(self) -> tuple[StepRecord, dict[str, Tensor], dict[str, Tensor]]:
+        """The step is over: its log, and the gradients and optimizer states kept with it."""
+        done = self._record, self._stored, self._states
         self._record, self._stored = _blank_record(len(self._parameters)), {}
+        self._states = {}
         self.stepped = []
         self.step += 1
         return done

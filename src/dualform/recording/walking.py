@@ -51,6 +51,7 @@ class Target:
         self.size = max(audit.spread, float(np.abs(self.weights).max(initial=0.0)), 1e-300)
         """About that of the weights."""
         self.log = known_log(memory, watched.name)
+        self.rule = memory.parameters[watched.name].adaptive if memory.exact else None
         # Two float64 sums of the same terms, each in an order of its own.
         terms = as_matrix(watched.parameter.detach()).cpu().double().abs() @ audit.probe64.abs()
         self.exact = (audit.width + 16) * DOUBLE * float(terms.max() if terms.numel() else 0.0)

@@ -1,4 +1,4 @@
-"""From what the optimizer did at every step to the coefficient of every training pattern.
+"""SGD, and any rule with scalars only: from the log to the coefficient of every training pattern.
 
 Step s turns the parameter W and the momentum buffer m into
 
@@ -20,10 +20,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from dualform.errors import QueryError, RecordingError
+from dualform.errors import QueryError
 
 HYPERPARAMETERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 """What a step of SGD depends on, as named in torch's parameter groups."""
@@ -126,18 +125,24 @@ def transitions(log: ParameterLog) -> tuple[NDArray[np.float64], NDArray[np.floa
     return matrix, vector
 
 
-def coefficients(log: ParameterLog, at: int | None = None) -> Coefficients:
+def coefficients(
+    log: ParameterLog, at: int | None = None, average: NDArray[np.float64] | None = None
+) -> Coefficients:
     """How much of every step's patterns is in the parameter after `at` updates (default: all).
 
     One backward recursion in float64, O(steps). Prefix products and inverses are no alternative:
-    μ^S underflows.
+    μ^S underflows. With `average` [at + 1] it is those of Σ_s average[s] W_s: every step's weights
+    enter the recursion where they are.
     """
     last = len(log) if at is None else at
     if not 0 <= last <= len(log):
         raise QueryError(f"step {last} was asked for, but the log holds steps 0 to {len(log)}")
     matrix, vector = transitions(log.head(last))
     steps = np.zeros(last)
-    rho_w, rho_m = 1.0, 0.0
+    entering = [1.0 if s == last else 0.0 for s in range(last + 1)]
+    if average is not None:
+        entering = average.tolist()
+    rho_w, rho_m = entering[last], 0.0
     rows = zip(
         range(last - 1, -1, -1),
         matrix[::-1].reshape(-1, 4).tolist(),
@@ -147,38 +152,13 @@ def coefficients(log: ParameterLog, at: int | None = None) -> Coefficients:
         strict=True,
     )
     for s, (m_ww, m_wm, m_mw, m_mm), (n_w, n_m), applied, first in rows:
-        if not applied:
-            continue
-        steps[first : s + 1] += rho_w * n_w + rho_m * n_m
-        rho_w, rho_m = rho_w * m_ww + rho_m * m_mw, rho_w * m_wm + rho_m * m_mm
+        if applied:
+            steps[first : s + 1] += rho_w * n_w + rho_m * n_m
+            rho_w, rho_m = rho_w * m_ww + rho_m * m_mw, rho_w * m_wm + rho_m * m_mm
+        rho_w += entering[s]
     return Coefficients(initial=rho_w, momentum=rho_m, steps=steps)
-
-
-def rule_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the optimizer's learning rule; `RecordingError` if it is not one we can explain.
-
-    The exact class is asked for: a subclass may have changed the update.
-    """
-    if type(optimizer) is torch.optim.SGD:
-        return "sgd"
-    raise RecordingError(
-        f"the optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; its "
-        "learning rule is not known to dualform, so what it does with a pattern cannot be told. "
-        'Known: torch.optim.SGD with all its options. With audit="warn" keys and error signals are '
-        "recorded all the same: enough for the attention of recorded examples, not for rebuilding "
-        "the network."
-    )
 
 
 def hyperparameters(group: dict[str, Any]) -> tuple[float, ...]:
     """One parameter group's settings now, in the order of `HYPERPARAMETERS`."""
     return tuple(float(group[name]) for name in HYPERPARAMETERS)
-
-
-def momentum_buffer(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
-) -> torch.Tensor | None:
-    """The optimizer's momentum buffer of a parameter, None where it has not made one."""
-    state = optimizer.state.get(parameter)
-    buffer = None if state is None else state.get("momentum_buffer")
-    return buffer if isinstance(buffer, torch.Tensor) else None

@@ -1,0 +1,311 @@
+"""Contributions, masks and forgeries where Adam and its relatives trained the network."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.memory import tampering
+from torch import Tensor, nn
+
+import dualform as df
+from dualform.memory import replay
+
+STEPS = 52
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "Adam, coupled": lambda p: torch.optim.Adam(p, lr=3e-3, weight_decay=0.1),
+    "RMSprop, momentum": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.8),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the output layer's, too, and a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.middle = nn.Linear(6, 6)
+        self.output = nn.Linear(6, 9)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens).mean(1)
+        return self.output(torch.tanh(self.middle(torch.tanh(self.middle(hidden)))))
+
+
+@dataclass
+class Run:
+    model: nn.Module
+    path: Path
+    inputs: Tensor
+
+    @property
+    def dual(self) -> df.DualForm:
+        return df.DualForm(self.model, self.path)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(
+    path: Path,
+    kind: str = "AdamW",
+    *,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float64,
+    steps: int = STEPS,
+    **options: Any,
+) -> Run:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = (plain() if model is None else model).to(dtype)
+    optimizer = KINDS[kind](model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    tokens = isinstance(model, Tied)
+    with df.record(model, optimizer, path, **options) as recorder:
+        for step in range(steps):
+            inputs = torch.randn(7, 6, generator=generator, dtype=torch.float64).to(dtype)
+            labels = torch.randint(0, 3, (7,), generator=generator)
+            if tokens:
+                inputs = torch.randint(0, 9, (7, 4), generator=generator)
+            tags: dict[str, Any] = {"label": labels, "task": "late" if step > 25 else "early"}
+            recorder.tag(example=torch.arange(7) + 7 * (step % 9), **tags)
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run(model, path, inputs[:3])
+
+
+@pytest.fixture(params=KINDS)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    return train(tmp_path / "run", request.param)
+
+
+# Contributions -----------------------------------------------------------------------------------
+
+
+def test_contributions_and_the_initial_part_add_up_to_the_output(run: Run) -> None:
+    for target in range(3):
+        split = run.dual.contribute(run.inputs[:1], target=target)
+        assert abs(split.residual) <= 1e-12
+        assert split.primal == pytest.approx(float(run.model(run.inputs[:1])[0, target].detach()))
+
+
+def test_a_pattern_contributes_what_leaving_it_out_takes_away(run: Run) -> None:
+    """Two ways that have little in common: backward factors, and a forward sweep with a mask."""
+    dual = run.dual
+    split = dual.contribute(run.inputs[:1], target=1, layer="2")
+    inside = dual.attend(run.inputs[:1], layers="2")["2"].queries
+    for row in (0, 100, 7 * STEPS - 1):
+        mask = np.zeros(7 * STEPS, bool)
+        mask[row] = True
+        weights = dual.without(mask, layers="2").weights(dtype=torch.float64)
+        left = inside.double() @ weights["2.weight"].T + weights["2.bias"]
+        whole = dual.weights(dtype=torch.float64)
+        full = inside.double() @ whole["2.weight"].T + whole["2.bias"]
+        assert float(split.values[row]) == pytest.approx(float((full - left)[0, 1]), abs=1e-13)
+
+
+def test_contributions_of_groups_are_what_their_matrices_write(run: Run) -> None:
+    dual = run.dual
+    split = dual.contribute(run.inputs[:1], target=2)
+    table = split.sum_by("label")
+    hidden = dual.attend(run.inputs[:1], layers="2")["2"].queries.double()
+    nothing = dual.without(layers="2").weights(dtype=torch.float64)
+    for label, value in zip(table["label"], table["contribution"], strict=True):
+        own = dual.only(label=int(label), layers="2").weights(dtype=torch.float64)
+        wrote = hidden @ (own["2.weight"] - nothing["2.weight"]).T
+        wrote = wrote + own["2.bias"] - nothing["2.bias"]
+        assert value == pytest.approx(float(wrote[0, 2]), abs=1e-12)
+
+
+def test_a_layer_further_down_is_split_as_well(run: Run) -> None:
+    split = run.dual.contribute(run.inputs[:1], target=0, layer="0")
+    assert abs(split.residual) <= 1e-12
+
+
+def test_the_way_back_is_the_same_however_little_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(tmp_path / "run")
+    whole = run.dual.contribute(run.inputs[:1], target=1).values
+    monkeypatch.setattr(replay, "HELD", 1)
+    assert torch.equal(run.dual.contribute(run.inputs[:1], target=1).values, whole)
+
+
+# Masks and time travel ---------------------------------------------------------------------------
+
+
+def test_a_mask_and_its_complement_add_up(run: Run) -> None:
+    dual = run.dual
+    whole, nothing = dual.weights(torch.float64), dual.without().weights(torch.float64)
+    for where in ({"label": 1}, {"task": "late"}, {"step": slice(3, 31)}):
+        left, own = dual.without(**where), dual.only(**where)
+        for name in whole:
+            both = left.weights(torch.float64)[name] + own.weights(torch.float64)[name]
+            assert (both - whole[name] - nothing[name]).abs().max() <= 1e-13
+
+
+def test_half_the_strength_is_half_the_way(run: Run) -> None:
+    dual = run.dual
+    whole, gone = dual.weights(torch.float64), dual.without(label=2).weights(torch.float64)
+    for name, weight in dual.without(label=2, strength=0.5).weights(torch.float64).items():
+        assert (weight - (whole[name] + gone[name]) / 2).abs().max() <= 1e-13
+
+
+def test_outputs_by_patterns_are_those_by_weights_masked_or_not(run: Run) -> None:
+    dual = run.dual
+    for view in (dual, dual.at(20), dual.without(label=0), dual.only(task="early").at(40)):
+        by_patterns = view(run.inputs, by="patterns")
+        assert (view(run.inputs) - by_patterns).abs().max() <= 1e-12
+
+
+def test_masks_by_rows_and_by_columns_are_the_same(run: Run) -> None:
+    dual = run.dual
+    label = dual.memory.layer("0").patterns["label"]
+    by_rows = dual.without(label == 1).weights(torch.float64)
+    for name, weight in dual.without(label=1).weights(torch.float64).items():
+        assert (weight - by_rows[name]).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam, coupled"])
+def test_shared_weights_are_rebuilt_and_split(tmp_path: Path, kind: str) -> None:
+    run = train(tmp_path / "run", kind, model=Tied())
+    dual = run.dual
+    tokens = run.inputs
+    certificate = dual.verify(tokens)
+    assert certificate.passed, repr(certificate)
+    for name, parameter in run.model.named_parameters():
+        off = (dual.weights(torch.float64)[name] - parameter.detach()).abs().max()
+        assert off <= 1e-12 * parameter.detach().abs().max()
+    assert (dual(tokens) - dual(tokens, by="patterns")).abs().max() <= 1e-12
+    assert abs(dual.contribute(tokens[:1], target=4).residual) <= 1e-12
+
+
+def test_attention_has_a_packed_projection_that_is_rebuilt(tmp_path: Path) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.output = nn.Linear(8, 3)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            rows = torch.stack([rows, rows.roll(1, -1), rows.roll(2, -1)], 1)
+            rows = torch.cat([rows, rows[..., :2]], -1)
+            return self.output(self.attention(rows, rows, rows)[0].mean(1))
+
+    run = train(tmp_path / "run", model=Attending())
+    certificate = run.dual.verify(run.inputs)
+    assert certificate.passed, repr(certificate)
+
+
+# Forgeries ---------------------------------------------------------------------------------------
+
+
+def scale_setting(path: Path, step: int, name: str, factor: float) -> None:
+    """One setting of all groups, as logged from a step on to the end of its segment."""
+    memory = df.Memory.open(path)
+    place = memory.adaptive_log(next(iter(memory.parameters))).rule.settings.index(name)
+    file, row = tampering.segment_of(path, step)
+
+    def scale(settings: Tensor) -> None:
+        settings[row:, :, place] *= factor
+
+    tampering.edit_tensor(file, "log/hyperparameters", scale)
+    tampering.reseal(path)
+
+
+def scale_state(path: Path, name: str, factor: float) -> None:
+    """One entry of a state that was kept."""
+    file, _ = tampering.segment_of(path, 20)
+
+    def scale(values: Tensor) -> None:
+        values[0].view(-1)[3] *= factor
+
+    tampering.edit_tensor(file, f"states/{name}/value", scale)
+    tampering.reseal(path)
+
+
+FORGERIES: dict[str, Callable[[Path], None]] = {
+    "a learning rate": lambda p: scale_setting(p, STEPS - 1, "lr", 1.01),
+    "β₁": lambda p: scale_setting(p, 30, "beta1", 0.99),
+    "β₂": lambda p: scale_setting(p, 30, "beta2", 0.999),
+    "ε": lambda p: scale_setting(p, 30, "eps", 1000.0),
+    "decay": lambda p: scale_setting(p, 30, "weight_decay", 1.2),
+    "a second moment": lambda p: scale_state(p, "exp_avg_sq/0.weight", 1.01),
+    "a first moment": lambda p: scale_state(p, "exp_avg/0.weight", 1.01),
+    "a count": lambda p: scale_state_count(p),
+    "error signals": lambda p: tampering.zero_error_signals(p, step=40),
+    "clipping": lambda p: tampering.drop_clipping(p, step=11),
+}
+
+
+def scale_state_count(path: Path) -> None:
+    file, _ = tampering.segment_of(path, 20)
+    tampering.edit_tensor(file, "states/step/0.weight/value", lambda values: values.add_(3))
+    tampering.reseal(path)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    base = tmp_path_factory.mktemp("recorded")
+    return {
+        str(dtype): train(base / str(dtype), dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    }
+
+
+@pytest.mark.parametrize("dtype", ["torch.float64", "torch.float32"])
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_every_forgery_fails_by_its_residual(
+    recorded: dict[str, Run], forgery: str, dtype: str, tmp_path: Path
+) -> None:
+    honest = recorded[dtype]
+    shutil.copytree(honest.path, tmp_path / "forged")
+    FORGERIES[forgery](tmp_path / "forged")
+    memory = df.Memory.open(tmp_path / "forged")
+    memory.check()  # every checksum matches
+    certificate = df.DualForm(None, memory).verify()
+    assert not certificate.passed
+    assert certificate.failures
+
+
+def test_weights_kept_where_decay_is_coupled_cannot_be_forged(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "Adam, coupled")
+    assert run.dual.verify().passed
+    scale_state(run.path, "weights/0.weight", 1.01)
+    assert not df.DualForm(None, run.path).verify().passed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_honest_runs_pass_with_room_to_spare(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    run = train(tmp_path / "run", kind, dtype=dtype, steps=150)
+    for check in run.dual.verify(run.inputs).checks:
+        assert check.residual * 1.5 <= check.bound, check
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_patterns_stored_in_16_bits_are_verified_with_what_that_loses(
+    tmp_path: Path, dtype: str
+) -> None:
+    torch.manual_seed(5)
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with df.record(model, optimizer, tmp_path / "run", dtype=dtype):
+        for _ in range(40):
+            model(torch.randn(7, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    certificate = df.DualForm(model, tmp_path / "run").verify()
+    assert certificate.passed, repr(certificate)
