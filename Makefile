@@ -77,7 +77,7 @@ bench: setup ## measure recording and asking against the naive ways; one JSON li
 	  echo "make bench: no faiss; its rows are left out" >&2
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
 
-paper-images: setup ## the paper's image experiments: about 40 minutes, 10 GB on disk meanwhile
+paper-images: setup ## the paper's image experiments: an hour of CPU time on two cores, 10 GB meanwhile
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py
 
 paper-images-quick: setup ## the same in little, in two minutes: shapes, not the paper's numbers
