@@ -106,8 +106,8 @@ def together(values: Any) -> Any:
         return {key: together(value) for key, value in values.items()}
     if not all(isinstance(value, int | float) for value in values):
         return values if len(values) > 1 else values[0]
-    std = round(float(np.std(values, ddof=1)), 2) if len(values) > 1 else None
-    return {"mean": round(float(np.mean(values)), 2), "std": std, "runs": len(values)}
+    std = round(float(np.std(values, ddof=1)), 4) if len(values) > 1 else None
+    return {"mean": round(float(np.mean(values)), 4), "std": std, "runs": len(values)}
 
 
 def summarise(run: Run, numbers: Sequence[dict[str, Any]]) -> None:
