@@ -24,11 +24,11 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 KILLS ?= 5000
 
-.PHONY: help setup demo lint test test-long torture bench clean
+.PHONY: help setup demo lint test test-long torture bench paper-images paper-images-quick clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
-	  while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+	  while IFS=$$'\t' read -r name text; do printf '  make %-18s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP) ## make .venv and install dualform with all it needs here
 
@@ -77,6 +77,12 @@ bench: setup ## measure recording and asking against the naive ways; one JSON li
 	  echo "make bench: no faiss; its rows are left out" >&2
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
 
+paper-images: setup ## the paper's image experiments: an hour of CPU time on two cores, 10 GB meanwhile
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py
+
+paper-images-quick: setup ## the same in little, in two minutes: shapes, not the paper's numbers
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py --quick
+
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks experiments -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
