@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
+
+from dualform.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +25,22 @@ def tampering() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def ask(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """A question to the command line, in the directory that a test's own `place` has made."""
+    monkeypatch.chdir(place)
+    return lambda *args: CliRunner().invoke(main, [str(a) for a in args])
+
+
+@pytest.fixture
+def ask_json(ask: Callable[..., Result]) -> Callable[..., Any]:
+    """The same, answered in JSON."""
+
+    def parsed(*args: Any) -> Any:
+        result = ask(*args, "--json")
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return parsed

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 import dualform as df
@@ -79,22 +78,6 @@ def record(model: nn.Module, path: Path, checkpoint: Path, names: bool = False) 
             optimizer.step()
             optimizer.zero_grad()
     safetensors.torch.save_file(model.state_dict(), checkpoint)
-
-
-@pytest.fixture
-def ask(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.chdir(place)
-    return lambda *args: CliRunner().invoke(main, [str(a) for a in args])
-
-
-@pytest.fixture
-def ask_json(ask: Callable[..., Result]) -> Callable[..., Any]:
-    def parsed(*args: Any) -> Any:
-        result = ask(*args, "--json")
-        assert result.exit_code == 0, result.stderr
-        return json.loads(result.stdout)
-
-    return parsed
 
 
 def process(*args: Any, cwd: Path, **settings: Any) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 import dualform as df
-from dualform.cli import main
 
 NETS = """
 from torch import nn
@@ -62,22 +59,6 @@ def _record(model: nn.Module, path: Path) -> None:
             nn.functional.cross_entropy(model(images), example % 3).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.fixture
-def ask(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.chdir(place)
-    return lambda *args: CliRunner().invoke(main, [str(a) for a in args])
-
-
-@pytest.fixture
-def ask_json(ask: Callable[..., Result]) -> Callable[..., Any]:
-    def parsed(*args: Any) -> Any:
-        result = ask(*args, "--json")
-        assert result.exit_code == 0, result.stderr
-        return json.loads(result.stdout)
-
-    return parsed
 
 
 MODEL = ("--input", "one.safetensors", "--model", "question_nets:net")

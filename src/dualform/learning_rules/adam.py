@@ -25,22 +25,15 @@ from dualform.learning_rules.adaptive import (
     loss_gradient,
 )
 
+SHARED = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled")
+"""The settings of Adam and of its nearest relatives."""
+
 
 class Adam(AdaptiveRule):
     """Adam and AdamW: they differ in one setting, `decoupled`."""
 
     name = "adam"
-    settings = (
-        "lr",
-        "beta1",
-        "beta2",
-        "eps",
-        "weight_decay",
-        "decoupled",
-        "amsgrad",
-        "maximize",
-        "single_lr",
-    )
+    settings = (*SHARED, "amsgrad", "maximize", "single_lr")
     tensors = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     momentum = "exp_avg"
     second = "exp_avg_sq"
@@ -49,14 +42,8 @@ class Adam(AdaptiveRule):
         return settings["beta2"], 1 - settings["beta2"]
 
     def read(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
         return (
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            float(group.get("decoupled_weight_decay", False)),
+            *read_shared(group),
             float(group["amsgrad"]),
             float(group["maximize"]),
             is_single(group["lr"]),
@@ -90,6 +77,19 @@ class Adam(AdaptiveRule):
             nm=Factor(write * sign),
             after=-size,
         )
+
+
+def read_shared(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """One parameter group's settings now, in the order of `SHARED`."""
+    beta1, beta2 = group["betas"]
+    return (
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        float(group.get("decoupled_weight_decay", False)),
+    )
 
 
 def advance_second(second: Tensor, gradient: Tensor, beta: float, settings: Settings) -> Tensor:

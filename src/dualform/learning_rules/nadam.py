@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.learning_rules.adam import advance_second
+from dualform.learning_rules.adam import SHARED, advance_second, read_shared
 from dualform.learning_rules.adaptive import (
     AdaptiveRule,
     Elementwise,
@@ -31,18 +31,7 @@ class NAdam(AdaptiveRule):
     """Adam with Nesterov's look ahead."""
 
     name = "nadam"
-    settings = (
-        "lr",
-        "beta1",
-        "beta2",
-        "eps",
-        "weight_decay",
-        "decoupled",
-        "momentum_decay",
-        "maximize",
-        "single_lr",
-        "double_numbers",
-    )
+    settings = (*SHARED, "momentum_decay", "maximize", "single_lr", "double_numbers")
     tensors = ("exp_avg", "exp_avg_sq")
     numbers = ("step", "mu_product")
     momentum = "exp_avg"
@@ -52,14 +41,8 @@ class NAdam(AdaptiveRule):
         return settings["beta2"], 1 - settings["beta2"]
 
     def read(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
         return (
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            float(group.get("decoupled_weight_decay", False)),
+            *read_shared(group),
             float(group["momentum_decay"]),
             float(group["maximize"]),
             is_single(group["lr"]),
