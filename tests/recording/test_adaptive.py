@@ -327,3 +327,21 @@ def test_weights_of_no_step_are_refused(tmp_path: Path) -> None:
         df.record(model, optimizer, tmp_path / "run", resume=True),
     ):
         pass
+
+
+def test_parameters_given_to_an_adaptive_optimizer_later_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = AdamW(model[0].parameters(), lr=1e-3)
+    with (
+        pytest.raises(df.RecordingError, match=r"'2.weight' was given to the AdamW after"),
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        for step in range(3):
+            if step == 2:
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert df.Memory.open(tmp_path / "run").steps == 2

@@ -16,7 +16,7 @@ import numpy as np
 from dualform.attention import Spotlight
 from dualform.charts import style
 from dualform.charts.class_axis import ClassAxis
-from dualform.charts.groups import Group, Readable, by_layer, cell, columns_of, one_query
+from dualform.charts.groups import Group, Readable, by_layer, cell, columns_of, number, one_query
 from dualform.errors import QueryError
 from dualform.table import Table
 
@@ -66,7 +66,7 @@ def top_per_class(
             table = table.top(k, by=of, sign="absolute" if absolute else "most")
         weights: dict[Group, list[float]] = {}
         for row in one_query(table, query):
-            weight = float(row["weight"])
+            weight = number(row, "weight")
             weights.setdefault(cell(row, of), []).append(abs(weight) if absolute else weight)
         return {group: sorted(found, reverse=True)[:k] for group, found in weights.items()}
 
@@ -109,7 +109,7 @@ def totals_per_class(
     def read(spotlight: Spotlight | Table) -> dict[Group, float]:
         table = spotlight.sum_by(*of) if isinstance(spotlight, Spotlight) else spotlight
         column = "absolute" if absolute else "sum"
-        return {cell(row, of): float(row[column]) for row in one_query(table, query)}
+        return {cell(row, of): number(row, column) for row in one_query(table, query)}
 
     def panel(totals: dict[Group, float], axis: ClassAxis, is_last: bool) -> Any:
         return _bars(totals, axis, unit or ("Σ|α|" if absolute else "Σα"), is_last)

@@ -8,6 +8,7 @@ so that a picture can be drawn again after the memory is gone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite, nan
 from typing import Any
 
 from dualform.attention import Spotlight
@@ -96,6 +97,22 @@ def chosen(occurring: Sequence[Group], groups: Sequence[Any] | None) -> list[Gro
         if one not in occurring:
             raise _unknown("groups", one, occurring)
     return wanted
+
+
+def number(row: Mapping[str, Any], column: str) -> float:
+    """A number of a table's row, that can be drawn."""
+    if column not in row:
+        raise QueryError(
+            f"the table has no column {column!r} (it has {', '.join(map(str, row))}); expected one "
+            "as the spotlight's own tables have it"
+        )
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        value = nan
+    if not isfinite(value):
+        raise QueryError(f"the table's {column!r} holds {row[column]!r}; expected finite numbers")
+    return value
 
 
 def meant(what: str, value: Any, drawn: Sequence[Group]) -> list[Group]:

@@ -20,6 +20,7 @@ from dualform.charts.groups import (
     chosen,
     columns_of,
     labelled,
+    number,
     one_query,
 )
 from dualform.errors import QueryError
@@ -93,7 +94,7 @@ def _ranges(
         group = cell(row, of)
         if group not in drawn:
             continue
-        value = float(row[amount]) if row["patterns"] else None
+        value = number(row, amount) if row["patterns"] else None
         if mean and value is not None:
             value /= row["patterns"]
         data += [

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.learning_rules import (
     ParameterLog,
+    adaptive_rule_of,
     momentum_buffer,
     rule_of,
     settings_of,
@@ -151,10 +152,18 @@ class Steps:
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         reading = Reading(optimizer, unscale)
+        adaptive = adaptive_rule_of(optimizer) if self._known_rules else None
         for group in optimizer.param_groups:
             reading.settings.append(settings_of(optimizer, group) if self._known_rules else ())
             for parameter in group["params"]:
                 watched = self._parameters.of(parameter)
+                if watched.rule is None and adaptive is not None:
+                    raise RecordingError(
+                        f"parameter {watched.name!r} was given to the {type(optimizer).__name__} "
+                        "after recording began, which cannot be accounted for under this rule. "
+                        "Give it all its parameters before (frozen ones may be among them), or end "
+                        "the recording and go on with resume=True"
+                    )
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad)
         self._explain(reading)
