@@ -85,7 +85,33 @@ def test_what_is_no_accuracy_is_refused(found: Any, message: str) -> None:
 
 
 def test_a_curve_needs_a_number_for_every_strength() -> None:
-    with pytest.raises(df.QueryError, match="3 strengths and 2 accuracies of 'MNIST'"):
+    with pytest.raises(
+        df.QueryError, match="3 strengths and 2 accuracies of 'MNIST'; expected one"
+    ):
         charts.strengths([0, 0.5, 1], {"MNIST": [1, 2]})
     with pytest.raises(df.QueryError, match="nothing to draw"):
         charts.strengths([], {})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (75.05, "75.1"),  # stored as 75.0499…
+        (75.15, "75.2"),
+        (0.25, "0.3"),  # Python's own format rounds this half down
+        ([75.0, 75.1], "75.1 ± 0.1"),
+        ([96.37, 96.33], "96.4 ± 0.0"),  # a mean that misses 96.35 by the last bit
+        ({"mean": 86.45, "std": 0.35}, "86.5 ± 0.4"),
+        (75.0499, "75.0"),
+        (100.00000000000001, "100.0"),
+        (0, "0.0"),
+    ],
+)
+def test_halves_go_up_in_charts_and_in_tables_beside_them(
+    rows_with: Callable[..., Any], value: Any, text: str
+) -> None:
+    assert charts.printed(value) == text
+    (bar,) = rows_with(charts.accuracies({"final": {"MNIST": value}}), "mean")
+    (dot,) = rows_with(charts.votes({"fc": {"right": value}}), "mean")
+    assert bar["text"] == dot["text"] == text
+    assert charts.printed(72.5, 0) == "73"

@@ -89,3 +89,24 @@ def test_what_a_table_does_not_hold_cannot_be_counted(run: Any) -> None:
         charts.top_over_time({"fc1": run.attention["fc1"].top(5)})  # type: ignore[dict-item]
     with pytest.raises(df.QueryError, match="bins=0"):
         charts.over_time(run.attention, bins=0)
+
+
+@pytest.mark.parametrize(("by", "mean"), [(None, False), (None, True), ("label", True)])
+def test_the_even_line_is_all_patterns_attended_to_alike(
+    run: Any,
+    rows_with: Callable[..., Any],
+    texts_of: Callable[..., Any],
+    by: str | None,
+    mean: bool,
+) -> None:
+    chart = charts.over_time(run.attention["fc2"], by=by, bins=4, mean=mean)
+    each = np.abs(run.alpha("fc2")).mean()
+    even = [row["even"] for row in rows_with(chart, "at", "even")]
+    expected = each * (1 if mean else 144 / 4)
+    assert even == pytest.approx([expected] * len(even), abs=1e-11)
+    assert len(even) >= 8
+    assert "even" in texts_of(chart)
+
+
+def test_groups_that_are_summed_have_no_even_line(run: Any, rows_with: Callable[..., Any]) -> None:
+    assert not rows_with(charts.over_time(run.attention, by="label"), "even")

@@ -9,13 +9,14 @@ that a table has too, and a picture holds no more numbers than it shows.
 `pictures.py` draws images (`png.py` makes them), `classes.py` attention class by class,
 `timeline.py` attention over training, `waterfall.py` what an output adds up from, `accuracy.py` and
 `voting.py` measured percentages, `binned.py` one number against another. Below them, `groups.py`
-reads attention as groups of patterns, `style.py` holds colours, sizes and the import of Altair,
-`saving.py` writes files.
+reads attention as groups of patterns, `measured.py` sums up runs and says how they are printed,
+`style.py` holds colours, sizes and the import of Altair, `saving.py` writes files.
 """
 
 from dualform.charts.accuracy import accuracies, strengths
 from dualform.charts.binned import weights_against_values
 from dualform.charts.classes import top_per_class, totals_per_class
+from dualform.charts.measured import printed
 from dualform.charts.pictures import images, top_images
 from dualform.charts.saving import save
 from dualform.charts.style import grid
@@ -35,6 +36,7 @@ __all__ = [
     "strengths",
     "votes",
     "weights_against_values",
+    "printed",
     "grid",
     "save",
 ]

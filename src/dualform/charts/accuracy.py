@@ -8,10 +8,11 @@ accuracy without what some patterns wrote is that of an edited network.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from dualform.charts import style
-from dualform.charts.measured import measured
+from dualform.charts.measured import measured, nested
 from dualform.errors import QueryError
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def accuracies(
         ...     paper={"final": {"MNIST": 45, "F-MNIST": 85}},
         ... )
     """
+    for given in (found, paper or {}):
+        nested(given, "accuracies", "condition → task → accuracy")
     if not found or not all(found.values()):
         raise QueryError("accuracies({}) has nothing to draw; expected condition → task → accuracy")
     tasks = list(dict.fromkeys(task for by_task in found.values() for task in by_task))
@@ -51,7 +54,8 @@ def accuracies(
     for row in compared:
         if row["task"] not in found.get(row["condition"], {}):
             raise QueryError(
-                f"{reference} has {row['condition']!r}, {row['task']!r}, which was not measured"
+                f"{reference} has {row['condition']!r}, {row['task']!r}, which was not measured; "
+                "expected numbers for what is drawn. Leave it out, or measure it"
             )
     alt = style.altair()
     y = alt.Y("condition:N", sort=list(found), title=None, scale=alt.Scale(paddingInner=0.25),
@@ -140,12 +144,21 @@ def strengths(
         ...     [0, 0.5, 1], {"MNIST": [45, 80, [96, 97]], "F-MNIST": [86, 70, 9]}
         ... )
     """
-    at = [float(value) for value in strength]
+    at = _places(strength)
+    if not isinstance(found, Mapping):
+        raise QueryError(
+            f"strengths was given {type(found).__name__} to draw; expected a dict, task → one "
+            "accuracy for every strength"
+        )
     if not at or not found:
         raise QueryError("strengths([], {}) has nothing to draw; expected strengths and accuracies")
     for task, values in found.items():
-        if len(values) != len(at):
-            raise QueryError(f"{len(at)} strengths and {len(values)} accuracies of {task!r}")
+        count = len(values) if hasattr(values, "__len__") else 1
+        if count != len(at) or not hasattr(values, "__len__"):
+            raise QueryError(
+                f"{len(at)} strengths and {count} accuracies of {task!r}; expected one accuracy, "
+                "or one list of runs, for every strength"
+            )
     rows = [
         {"task": task, "strength": s, **measured(value, f"the accuracy of {task} at {s:g}").row}
         for task, values in found.items()
@@ -176,6 +189,18 @@ def strengths(
         alt.layer(*layers).properties(width=width, height=height), title
     )
     return chart
+
+
+def _places(strength: Any) -> list[float]:
+    """Strengths as finite numbers."""
+    try:
+        at = [float(value) for value in strength]
+    except (TypeError, ValueError) as error:
+        raise QueryError(f"strengths are {strength!r}; expected a list of numbers") from error
+    for value in at:
+        if not isfinite(value):
+            raise QueryError(f"a strength is {value}; expected finite numbers, 0 to 1")
+    return at
 
 
 def _shapes(count: int) -> list[str]:

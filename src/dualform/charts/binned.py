@@ -46,7 +46,9 @@ def weights_against_values(
         >>> generator = np.random.default_rng(0)
         >>> chart = charts.weights_against_values(generator.random(500), generator.random(500))
     """
-    x, y = _flat(weights, "weights"), _flat(sizes, "sizes")
+    if not isinstance(bins, int) or bins < 1:
+        raise QueryError(f"bins={bins!r}: expected a whole number from 1 on")
+    x, y = _vector(weights, "weights"), _vector(sizes, "sizes")
     if len(x) != len(y) or not len(x):
         raise QueryError(f"{len(x)} weights and {len(y)} sizes; expected one of each per pattern")
     if log:
@@ -70,11 +72,22 @@ def weights_against_values(
     return chart
 
 
-def _flat(values: Any, what: str) -> Reals:
+def _vector(values: Any, what: str) -> Reals:
     given = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
-    array = np.asarray(given, dtype=np.float64).reshape(-1)
+    try:
+        array = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise QueryError(f"{what} are no numbers ({error}); expected one per pattern") from error
+    if array.ndim != 1:
+        raise QueryError(
+            f"{what} of shape {array.shape} were given; expected a vector, a number per pattern. "
+            f"Choose a query's row, {what}[0], or flatten both arrays"
+        )
     if not np.isfinite(array).all():
-        raise QueryError(f"{what} hold something that is no finite number")
+        raise QueryError(
+            f"{what} hold something that is no finite number ({array[~np.isfinite(array)][0]}); "
+            "leave those patterns out of both arrays"
+        )
     return array
 
 

@@ -43,7 +43,10 @@ class ClassAxis:
             raise QueryError(f"by={columns!r}: expected a column of classes, or a task and a class")
         self.groups = chosen(occurring, groups)
         if not self.groups:
-            raise QueryError("nothing to draw: no pattern is attended to")
+            raise QueryError(
+                "nothing to draw: this attention is over no pattern; expected at least one. Look "
+                "at what the mask or the step of this dual form leaves"
+            )
         self.tasks = list(dict.fromkeys(group[0] for group in self.groups))
         self.start = self._starts(len(columns) == 2)
         self._columns, self._names, self._width = columns, names, width

@@ -67,10 +67,13 @@ def one_query(table: Table, query: int | None) -> list[dict[str, Any]]:
             raise QueryError(f"query={query!r} was asked for, but there is only one: query 0")
         return rows
     known = sorted({row["query"] for row in rows})
+    if not known:
+        raise QueryError("attention of no input has nothing to draw; attend to at least one")
     if query not in known:
+        seen = "and none was chosen" if query is None else f"but query={query!r} was asked for"
         raise QueryError(
-            f"query={query!r} was asked for; this attention has {len(known)} queries. "
-            f"Choose one, query={known[0]} to query={known[-1]}, or attend to one input"
+            f"this attention has {len(known)} queries, {seen}; a picture shows one. "
+            f"Choose query={known[0]} to query={known[-1]}, or attend to one input"
         )
     return [row for row in rows if row["query"] == query]
 
@@ -93,6 +96,11 @@ def chosen(occurring: Sequence[Group], groups: Sequence[Any] | None) -> list[Gro
     if groups is None:
         return list(dict.fromkeys(occurring))
     wanted = [one if isinstance(one, tuple) else (one,) for one in groups]
+    if not wanted:
+        have = ", ".join(repr(_plain(one)) for one in dict.fromkeys(occurring))
+        raise QueryError(
+            f"groups={groups!r} chooses nothing to draw; expected some of {have}, or None for all"
+        )
     for one in wanted:
         if one not in occurring:
             raise _unknown("groups", one, occurring)
@@ -144,9 +152,26 @@ def short(group: Group, names: Any) -> str:
         for key in (group, group[-1]):
             if key in names:
                 return str(names[key])
-    elif names is not None and isinstance(group[-1], int) and 0 <= group[-1] < len(names):
-        return str(names[group[-1]])
+    elif names is not None and group[-1] is not None:
+        return _by_number(group[-1], names)
     return "–" if group[-1] is None else str(group[-1])
+
+
+def _by_number(value: Any, names: Any) -> str:
+    """A list of names has one for every class: that of class 3 is names[3]."""
+    if isinstance(names, str) or not hasattr(names, "__getitem__") or not hasattr(names, "__len__"):
+        raise QueryError(f"names={names!r}: expected a list of names, or a dict, class → name")
+    if not isinstance(value, int):
+        raise QueryError(
+            f"names is a list, for classes 0, 1, 2, …, but there is {value!r}; expected a dict, "
+            "class → name"
+        )
+    if not 0 <= value < len(names):
+        raise QueryError(
+            f"names has {len(names)} names, but there is a class {value}; expected one for every "
+            f"class from 0 on, {value + 1} at least, or a dict, class → name"
+        )
+    return str(names[value])
 
 
 def labelled(drawn: Sequence[Group], names: Any) -> dict[Group, str]:

@@ -55,19 +55,28 @@ def images(
         >>> from dualform import charts
         >>> chart = charts.images(np.eye(8)[None], captions=["a stroke"])
     """
-    given = list(pixels)
+    given = _listed(pixels, "images", "a list or an array of images")
     if not given:
         raise QueryError("images([]) has nothing to draw; expected at least one image")
-    texts = [""] * len(given) if captions is None else [str(text) for text in captions]
+    texts = [""] * len(given)
+    if captions is not None:
+        texts = [str(text) for text in _listed(captions, "captions", "a list, one per image")]
     if len(texts) != len(given):
         raise QueryError(f"{len(given)} images and {len(texts)} captions; expected one for each")
-    wide = min(columns or len(given), len(given))
+    wide = len(given) if columns is None else min(style.at_least_one(columns), len(given))
     cells = [
         _cell(*divmod(i, wide), picture, text, invert, span)
         for i, (picture, text) in enumerate(zip(given, texts, strict=True))
     ]
     chart: LayerChart = style.finished(_laid_out(cells, size), title)
     return chart
+
+
+def _listed(values: Any, what: str, expected: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError as error:
+        raise QueryError(f"{what} were given as {values!r}; expected {expected}") from error
 
 
 def top_images(
@@ -139,10 +148,21 @@ def _strongest(
         rows = one_query(table, query)
         first: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in rows:
-            first.setdefault(cell(row, of), row)
+            first.setdefault(_example(row, of), row)
         if len(first) >= k or complete:
             return list(first.values())[:k]
         wanted *= 4
+
+
+def _example(row: Mapping[str, Any], of: tuple[str, ...]) -> tuple[Any, ...]:
+    """Which example a row is a visit of."""
+    try:
+        return cell(row, of)
+    except QueryError as error:
+        raise QueryError(
+            f"{error}. Which picture a pattern came from has to be recorded: "
+            "recorder.tag(example=ids). If it is under another name, say example='…'"
+        ) from error
 
 
 def _looked_up(images: Any, row: Mapping[str, Any], of: tuple[str, ...]) -> Any:

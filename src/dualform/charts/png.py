@@ -42,19 +42,29 @@ def as_bytes(pixels: Any, span: tuple[float, float] | None = None) -> Bytes:
     flat vector is a square grey picture; colours may come first, as torch has them, or last.
     """
     values = _as_picture(pixels)
-    if span is None:
-        span = (0.0, 255.0) if values.dtype.kind in "iu" else (0.0, 1.0)
+    if span is not None:
+        black, white = _ends(span)
+    else:
+        black, white = (0.0, 255.0) if values.dtype.kind in "iu" else (0.0, 1.0)
         low, high = float(values.min()), float(values.max())
-        if not (span[0] <= low and high <= span[1]):
+        if not (black <= low and high <= white):
             raise QueryError(
-                f"pixels range from {low:g} to {high:g}; expected {span[0]:g} to {span[1]:g}. "
+                f"pixels range from {low:g} to {high:g}; expected {black:g} to {white:g}. "
                 "Say what is black and what is white with span=(black, white)"
             )
-    black, white = float(span[0]), float(span[1])
-    if not (math.isfinite(black) and math.isfinite(white) and black != white):
-        raise QueryError(f"span={span!r}: expected two different numbers, black and white")
     shades = (values.astype(np.float64) - black) / (white - black)
     return np.round(255 * np.clip(shades, 0.0, 1.0)).astype(np.uint8)
+
+
+def _ends(span: Any) -> tuple[float, float]:
+    """What is black and what is white."""
+    try:
+        black, white = map(float, span)
+    except (TypeError, ValueError):
+        black = white = math.nan
+    if not (math.isfinite(black) and math.isfinite(white) and black != white):
+        raise QueryError(f"span={span!r}: expected two different numbers, black and white")
+    return black, white
 
 
 def _as_picture(pixels: Any) -> NDArray[Any]:

@@ -9,12 +9,13 @@ which the rounding of another processor shows: they are written to a thousandth 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from dualform.charts.style import altair, missing
+from dualform.charts.style import altair, is_chart, missing
 from dualform.errors import DualFormError
 
 ENDINGS = (".svg", ".png", ".pdf", ".html", ".json")
@@ -36,10 +37,23 @@ def save(chart: Any, path: str | Path, *, scale: float = 2.0) -> Path:
         >>> charts.save(digit, "digit.svg").name
         'digit.svg'
     """
+    if not is_chart(chart):
+        raise DualFormError(
+            f"save was given {type(chart).__name__} as the chart; expected what a function of "
+            "dualform.charts gives: save(chart, path)"
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise DualFormError(f"save was given {path!r} as the path; expected a file's name")
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise DualFormError(f"scale={scale!r}: expected a number above 0, pixels of a PNG per one")
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise DualFormError(
             f"{path} was named to save a chart to; expected a name ending in {', '.join(ENDINGS)}"
+        )
+    if not path.parent.is_dir():
+        raise DualFormError(
+            f"{path} cannot be written: there is no directory {path.parent}; make it first"
         )
     content = _content(chart, path.suffix.lower(), scale)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

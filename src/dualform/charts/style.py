@@ -117,12 +117,19 @@ def grid(
         >>> inputs = charts.images([[[0, 255], [255, 0]]], captions=["input"])
         >>> both = charts.grid([inputs, inputs], title="Twice")
     """
+    if not isinstance(charts, list | tuple) or not all(map(is_chart, charts)):
+        listed = charts if isinstance(charts, list | tuple) else ()
+        seen = next((one for one in listed if not is_chart(one)), charts)
+        raise QueryError(
+            f"grid was given {type(seen).__name__}{' in its list' if listed else ''}; expected a "
+            "list of charts: grid([one, other])"
+        )
     if not charts:
         raise QueryError("grid([]) has nothing to draw; expected at least one chart")
     plain = [chart.copy(deep=False) for chart in charts]
     for chart in plain:
         chart.config = altair().Undefined
-    drawn = _beside(plain, columns or len(plain))
+    drawn = _beside(plain, len(plain) if columns is None else columns)
     drawn = drawn.resolve_scale(color="independent", shape="independent")
     whole: ConcatChart = finished(drawn, title)
     return whole
@@ -133,7 +140,20 @@ def panels(charts: Sequence[Any], columns: int) -> Any:
     return _beside(charts, columns).resolve_scale(color="shared", shape="shared")
 
 
+def is_chart(value: Any) -> bool:
+    """Whether something is a chart of Altair's, as all functions of this room give."""
+    return isinstance(value, altair().TopLevelMixin)
+
+
+def at_least_one(columns: int) -> int:
+    """A number of columns that can be drawn."""
+    if not isinstance(columns, int) or columns < 1:
+        raise QueryError(f"columns={columns!r}: expected a whole number from 1 on")
+    return columns
+
+
 def _beside(charts: Sequence[Any], columns: int) -> Any:
+    columns = at_least_one(columns)
     return altair().concat(*charts, columns=columns, spacing={"row": 14, "column": 18})
 
 

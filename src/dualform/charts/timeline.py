@@ -51,7 +51,9 @@ def over_time(
 
     Sums of |α| over each range (`absolute=False`: of the signed α), in units of key × query;
     contributions are always signed, in the target's units. `mean=True` divides by the number of
-    patterns in the range. With `by`, a line per group, at most ten of them: `groups` chooses.
+    patterns in the range. With `by`, a line per group, at most ten of them: `groups` chooses. Where
+    one line can say it (without `by`, or with `mean=True`), a thin grey one is `even`: what each
+    range would have were all patterns of the run attended to alike.
     Instead of spotlights, tables of their `.over(...)` may be given.
 
     Example:
@@ -73,6 +75,7 @@ def over_time(
     drawn = labelled(chosen(occurring, groups), names) if of else {(): ""}
     panels = [
         _lines(_ranges(rows, of, drawn, amount, mean), list(drawn.values()), column, unit,
+               _even(rows, amount, mean) if mean or not of else [],
                titled=place >= len(found) - columns)
         .properties(width=width, height=height, title=style.heading(header))
         for place, (header, rows) in enumerate(found.items())
@@ -109,13 +112,28 @@ def _ranges(
     return data
 
 
+def _even(rows: Sequence[Mapping[str, Any]], amount: str, mean: bool) -> list[dict[str, Any]]:
+    """What each range would have if every pattern of the run had the same."""
+    patterns = sum(row["patterns"] for row in rows)
+    if not patterns:
+        return []
+    each = sum(number(row, amount) for row in rows if row["patterns"]) / patterns
+    return [
+        {"at": row[end], "even": each if mean else each * row["patterns"]}
+        for row in rows
+        for end in ("from", "to")
+    ]
+
+
 def _lines(
     data: list[dict[str, Any]],
     kinds: Sequence[str],
     column: str,
     unit: str,
+    even: list[dict[str, Any]],
     titled: bool,
 ) -> Any:
+    """A panel: the groups' lines, above a thin one for what would be even."""
     alt = style.altair()
     colour = alt.Color(
         "group:N",
@@ -127,20 +145,30 @@ def _lines(
     )
     ends = [row["at"] for row in data]
     numbers = [0.0, *(row["amount"] for row in data if row["amount"] is not None)]
-    return (
+    numbers += [row["even"] for row in even]
+    across = alt.Scale(domain=[min(ends), max(ends)], nice=False)
+    up = alt.Scale(domain=[1.05 * min(numbers), 1.05 * max(numbers)], nice=False)
+    axis = alt.Axis(tickCount=5, grid=False)
+    x = alt.X("at:Q", title=column if titled else None, axis=axis, scale=across)
+    y = alt.Y("amount:Q", title=unit, axis=style.few_ticks(numbers), scale=up)
+    lines = (
         alt.Chart(alt.Data(values=data))
         .mark_line(strokeWidth=1.8, aria=False)
         .encode(
             order="order:Q",
-            x=alt.X("at:Q", title=column if titled else None,
-                    axis=alt.Axis(tickCount=5, grid=False),
-                    scale=alt.Scale(domain=[min(ends), max(ends)], nice=False)),
-            y=alt.Y("amount:Q", title=unit, axis=style.few_ticks(numbers),
-                    scale=alt.Scale(domain=[1.05 * min(numbers), 1.05 * max(numbers)], nice=False)),
+            x=x,
+            y=y,
             color=colour,
             tooltip=["group:N", alt.Tooltip("at:Q", title=column), "amount:Q"],
         )
-    )  # fmt: skip
+    )
+    if not even:
+        return lines
+    base = alt.Chart(alt.Data(values=even)).encode(x=x, y="even:Q")
+    thin = base.mark_line(color=style.GREY, strokeWidth=1, aria=False)
+    end = alt.Chart(alt.Data(values=even[-1:])).encode(x=x, y="even:Q")
+    label = end.mark_text(text="even", align="left", dx=4, color=style.FAINT, aria=False)
+    return alt.layer(thin, lines, label)
 
 
 def top_over_time(

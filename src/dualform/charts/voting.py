@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dualform.charts import style
-from dualform.charts.measured import measured
+from dualform.charts.measured import measured, nested
 from dualform.errors import QueryError
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def votes(
         >>> paper = {"layer 0": {"right: output": {"mean": 75.1, "std": 0.0}}}
         >>> chart = charts.votes(ours, paper=paper)
     """
+    for numbers in (found, paper or {}):
+        nested(numbers, "votes", "layer → question → percentage")
     questions = list(dict.fromkeys(q for by_question in found.values() for q in by_question))
     if not questions:
         raise QueryError("votes({}) has nothing to draw; expected layer → question → percentage")
@@ -55,8 +57,10 @@ def votes(
     ]  # fmt: skip
     for row in rows:
         if row["layer"] not in found or row["question"] not in questions:
-            raise QueryError(f"{sources[1]} has {row['layer']!r}, {row['question']!r}, which "
-                             f"{sources[0]} has not")  # fmt: skip
+            raise QueryError(
+                f"{sources[1]} has {row['layer']!r}, {row['question']!r}, which {sources[0]} has "
+                "not; expected numbers for what is drawn. Leave it out, or measure it"
+            )
     drawn = [
         _panel([row for row in rows if row["question"] == question], list(found), sources,
                paper is not None, width, unit if question == questions[-1] else None)
