@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
 #   TORCH_INDEX= make setup          torch from pip's own index instead of PyTorch's CPU builds
+#   ARGS=--again make paper-images   repeat runs that were finished before
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -78,7 +79,8 @@ bench: setup ## measure recording and asking against the naive ways; one JSON li
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
 
 paper-images: setup ## the paper's image experiments: an hour of CPU time on two cores, 10 GB meanwhile
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py $(ARGS)
+	$(BIN)/python experiments/page.py
 
 paper-images-quick: setup ## the same in little, in two minutes: shapes, not the paper's numbers
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py --quick

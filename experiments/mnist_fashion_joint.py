@@ -3,7 +3,7 @@
     python experiments/mnist_fashion_joint.py                    5,000 steps
     python experiments/mnist_fashion_joint.py --steps 8000       until 97 / 87 is reached
 
-Expected (authors): 96.2 % on MNIST and 85.8 % on Fashion-MNIST; in layer 0 hardly any of the
+Expected (authors): about 96 % on MNIST and 85 % on Fashion-MNIST; in layer 0 hardly any of the
 strongest patterns is of the other task, in layers 1 and 2 some are.
 """
 

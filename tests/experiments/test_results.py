@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import paper_images
+from dualform import charts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results" / "images"
@@ -56,11 +57,15 @@ def test_the_summary_is_that_of_the_runs() -> None:
 
 @pytest.mark.parametrize("steps", ["5000", "3000"])
 def test_table_1_on_the_page_is_the_measured_one(steps: str) -> None:
-    layers = summary()["mnist_single"]["authors"]["table 1"][steps]["layers"]
+    of_seeds = [
+        run["results"]["table 1"][steps]["layers"]
+        for run in runs()
+        if (run["settings"]["experiment"], run["settings"]["preset"]) == ("mnist_single", "authors")
+    ]
     for number, layer in enumerate(("layer0", "layer1", "layer2")):
         cells = [
-            f"{row['mean']:.1f} ± {row['std']:.1f}"
-            for row in (layers[layer][question] for question in paper_images.QUESTIONS)
+            charts.printed([layers[layer][question] for layers in of_seeds])
+            for question in paper_images.QUESTIONS
         ]
         line = f"| {number} | {int(steps):,} | {' | '.join(cells)} |"
         assert line in PAGE
