@@ -8,9 +8,10 @@ do not hold any more.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
-from paper_images import CONTINUAL, PAPER_TABLE_1, QUESTIONS, SINGLE
+from paper_images import CONTINUAL, JOINT, PAPER_TABLE_1, QUESTIONS, SINGLE
 from published import LAYER, TASKS, Measured, mean
 
 Claims = dict[str, bool]
@@ -53,7 +54,13 @@ def _of_all(m: Measured) -> Claims:
             if std:
                 near.append(abs(mean(ours[layer][question]) - paper) < 1.2 * std)
     right = [mean(ours[layer]["both, if right"]) for layer in LAYER]
+    made = Counter((run["settings"]["experiment"], run["settings"]["preset"]) for run in m.runs)
+    names = [experiment.name for experiment in (SINGLE, JOINT, CONTINUAL)]
     return {
+        "5 single, 1 joint, 2 continual runs of authors, one of each of vanilla": (
+            [made[name, "authors"] for name in names] == [5, 1, 2]
+            and [made[name, "vanilla"] for name in names] == [1, 1, 1]
+        ),
         "certificate: passed": m.single["certificate"]["passed"],
         "stay one to two points below the paper's 97 / 87": (
             0.5 < 97 - joint["mnist"] < 2.5 and 0.5 < 87 - joint["fashion"] < 2.5

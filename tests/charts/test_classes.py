@@ -194,7 +194,7 @@ def test_one_of_several_queries_is_drawn(run: Any, rows_with: Callable[..., Any]
         ({"predicted": 7}, "predicted=7 names no class"),
         ({"true": ("third", 0), "by": BOTH}, "names no class"),
         ({"groups": [9]}, "groups=9 names no class"),
-        ({"layers": ["fc9"]}, "this attention has: fc1, fc2"),
+        ({"layers": ["fc9"]}, "expected some of fc1, fc2, or None"),
         ({"by": "colour"}, "colour"),
         ({"by": ("task", "label", "example")}, "expected a column of classes"),
         ({"names": {0: "same", 1: "same"}}, "both be called 'same'"),

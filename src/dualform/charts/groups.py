@@ -44,7 +44,9 @@ def by_layer(
     unknown = [name for name in layers if name not in attention]
     if unknown or not layers:
         have = ", ".join(attention)
-        raise QueryError(f"layers={layers!r} was asked for; this attention has: {have}")
+        raise QueryError(
+            f"layers={layers!r} was asked for; expected some of {have}, or None for all"
+        )
     titles = layers if isinstance(layers, Mapping) else {name: _heading(name) for name in layers}
     return {titles[name]: attention[name] for name in layers}
 
@@ -64,7 +66,9 @@ def one_query(table: Table, query: int | None) -> list[dict[str, Any]]:
     rows = table.rows()
     if "query" not in table.columns:
         if query not in (None, 0):
-            raise QueryError(f"query={query!r} was asked for, but there is only one: query 0")
+            raise QueryError(
+                f"query={query!r} was asked for, but there is only one: query 0. Leave query out"
+            )
         return rows
     known = sorted({row["query"] for row in rows})
     if not known:
