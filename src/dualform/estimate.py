@@ -435,8 +435,11 @@ class _Plan:
         return _pages(_size(self._all()) + projections + _size(self.buffers.values())) + PAGE
 
     def _snapshots(self) -> int:
-        every = max(1, math.ceil(SNAPSHOT_SHARE * _size(self._all()) / self.segment_bytes))
-        return 1 + (self.segments - 1) // every
+        """By what is written, keys that recur included; and one at the end."""
+        written = sum(layer.patterns * layer.bytes_per_pattern for layer in self.layers())
+        written += self._gradients_kept() + self.steps * _size(self.moving.values())
+        every = SNAPSHOT_SHARE * _size(self._all()) * self.segments / max(1, written)
+        return 1 + (self.segments - 1) // max(1, math.ceil(every))
 
     def _overhead(self) -> int:
         """Headers, half a page lost per tensor, fingerprints of W and m, the manifest."""

@@ -76,6 +76,8 @@ PARTS = 16
 FAIR_SHARE = 4 * PARTS
 """A part of the rows must have this fraction of the whole (squared) to be looked at alone."""
 
+EVERY_ROW = slice(None)
+
 RECENT = 16
 """For how many steps a measured gross sum stands for the next ones."""
 
@@ -90,6 +92,8 @@ class Unexplained(Exception):
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """Any parameter as [d0, rest]; a vector is a column."""
+    if tensor.dim() == 2:
+        return tensor
     return tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
 
 
@@ -136,7 +140,7 @@ class ParameterAudit:
         self._gradient: Tensor | None = None
         self._recent, self._age = 0.0, 0  # the last gross sum measured, and how long ago that was
         self._unsized: list[Rows] = []  # seen, and not yet in `_gross`
-        self._seen = slice(None)  # the rows of the gradient last looked at
+        self._seen = EVERY_ROW  # the rows of the gradient last looked at
         self._ones = self.probe.new_empty(2, 0)
         self.initial_share = (1.0, 0.0, 0.0, 1.0)  # how much of (W_0, m_0) is in (W, m) now
         self.first = 0
@@ -189,21 +193,24 @@ class ParameterAudit:
         What is not looked at is taken to be what the patterns sum to. Where entries are compared,
         `explain` will look at the gradient itself.
         """
-        gradient = gradient.detach()
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         self._gradient = gradient if self.entrywise and self.has_patterns else None
-        self._seen = slice(None)
+        self._seen = EVERY_ROW
         if self.width == 1:
             self._into_projected(gradient.reshape(-1))
             return
         matrix = as_matrix(gradient)
         if step is not None and self.parts > 1:
             turn = (step + step // self.parts) % self.parts  # edits every so many steps meet it
-            rows = len(matrix)
+            rows = matrix.shape[0]
             part = slice(rows * turn // self.parts, rows * (turn + 1) // self.parts)
             if self._can_stand_for_all(self.expected[part]):
                 self._seen, matrix = part, matrix[part]
                 np.copyto(self.projected, self.expected)
-        self._into_projected(torch.mv(matrix.to(self.probe.dtype), self.probe))
+        if matrix.dtype != self.probe.dtype:
+            matrix = matrix.to(self.probe.dtype)
+        self._into_projected(torch.mv(matrix, self.probe))
 
     def _can_stand_for_all(self, part: NDArray[np.float64]) -> bool:
         """Whether κ can be told from these rows: those of silent units would explain any factor.
@@ -296,7 +303,7 @@ class ParameterAudit:
         if self.entrywise:
             return self._factor(self._entries(), self.expected)
         kappa = self._factor(self.projected[self._seen], self.expected[self._seen])
-        if kappa != 1.0 and self._seen != slice(None):
+        if kappa != 1.0 and self._seen is not EVERY_ROW:
             seen = self.projected[self._seen].copy()
             np.multiply(self.expected, kappa, out=self.projected)
             self.projected[self._seen] = seen

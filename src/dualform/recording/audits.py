@@ -75,6 +75,11 @@ class Audits:
         else:
             see_patterns(weight, bias, rows.keys, rows.error_signals, rows)
 
+    @property
+    def are_behind(self) -> bool:
+        """Whether patterns wait to be looked at."""
+        return bool(self._waiting)
+
     def catch_up(self) -> None:
         """Look at the patterns that wait for it."""
         waiting, self._waiting = self._waiting, []
@@ -165,7 +170,7 @@ def see_patterns(
         return
     if keys.dtype != precise or error_signals.dtype != precise:
         keys, error_signals = keys.to(precise), error_signals.to(precise)
-    ones_and_keys = either.ones_and(len(keys))
+    ones_and_keys = either.ones_and(keys.shape[0])
     if weight is None or weight.entrywise:
         sums = ones_and_keys[:1] @ error_signals
         if weight is not None:

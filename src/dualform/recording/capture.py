@@ -50,7 +50,7 @@ class Capture:
         on_patterns: OnPatterns,
     ) -> None:
         self._layers = {
-            id(module): (layer, module)
+            id(module): (layer, module, getattr(module, "padding_idx", None))
             for layer, module in layers.items()
             if is_recordable(module)  # else it is a weight that other code uses
         }
@@ -58,7 +58,7 @@ class Capture:
         self.on_patterns = on_patterns
         self._active = True
         self._forgotten: set[Layer] = set()
-        self._given = {layer for layer, _ in self._layers.values() if layer.kind == "linear"}
+        self._given = {layer for layer, *_ in self._layers.values() if layer.kind == "linear"}
         self.others: dict[int, OnCall] = {}
         """Other modules to look at, by identity, and who does."""
         self.mark: Callable[[Node], None] | None = None
@@ -114,7 +114,7 @@ class Capture:
         made_by = output.grad_fn if isinstance(output, Tensor) else None
         if made_by is None:
             return
-        layer, _ = entry
+        layer, _, padding = entry
         parameters = module._parameters
         weight, bias = parameters["weight"], parameters.get("bias")
         nodes = [self.node(p) for p in (weight, bias) if p is not None and p.requires_grad]
@@ -129,7 +129,6 @@ class Capture:
                 key = key.clone()
             if torch.is_autocast_enabled(key.device.type):  # the kernel multiplied a rounded input
                 key = key.to(output.dtype)
-        padding = getattr(module, "padding_idx", None)
         if self.mark is not None:
             self.mark(made_by)
         context = self.context(layer)

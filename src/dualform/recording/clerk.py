@@ -64,6 +64,13 @@ class Clerk:
         self._given += 1
         self._jobs.put((self._given, work, args))
 
+    def then(self, work: Callable[..., None], *args: Any) -> None:
+        """After what was given; at once if all of that is done."""
+        if self._done == self._given:
+            work(*args)
+        else:
+            self.give(work, *args)
+
     def wait(self, *, quietly: bool = False) -> None:
         """Until all that was given is done; raises what one of the jobs has raised.
 

@@ -13,7 +13,7 @@ from dualform.recording.sink import Extras
 from dualform.recording.steps import Steps
 from dualform.recording.tags import Tags
 
-SNAPSHOT_SHARE = 500
+SNAPSHOT_SHARE = 1000
 """Weights are kept whenever this many times their size has been written since the last time."""
 
 
@@ -60,8 +60,8 @@ class Commits:
             and self._sums_kept != self._steps.step
         )
 
-    def gather(self) -> Extras:
-        """Everything that goes with the steps up to now."""
+    def gather(self, written: int) -> Extras:
+        """Everything that goes with the steps up to now; `written`: the bytes of the new ones."""
         self._steps.clerk.wait()
         self._steps.accountant.settle()
         if self._fingerprints.last != self._steps.step:
@@ -72,7 +72,7 @@ class Commits:
             self._tags.new_strings(),
             dict(self._tags.kinds),
             self._description(),
-            self._snapshot(),
+            self._snapshot(written),
         )
 
     def keep_up(self) -> None:
@@ -93,9 +93,9 @@ class Commits:
         self._sums_kept = self._steps.step
         return self._steps.accounts.sums()
 
-    def _snapshot(self) -> dict[str, Tensor] | None:
+    def _snapshot(self, written: int) -> dict[str, Tensor] | None:
         """All weights, at the end and whenever they are small beside what was written since."""
-        self._written_since_snapshot += self._segment_bytes
+        self._written_since_snapshot += written
         due = self._written_since_snapshot >= SNAPSHOT_SHARE * self._model_bytes
         if not due and not self.ended:
             return None

@@ -353,6 +353,7 @@ class Recorder:
         with self._lock:
             if self._steps.stepped:  # an optimizer has moved since: a new step begins
                 with self._interrupts.held():
+                    self._clerk.wait()
                     self._close_step()
             self._intake.take(layer, keys, error_signals, shape, context, backward)
 
@@ -380,6 +381,7 @@ class Recorder:
         try:
             with self._lock:
                 if self._steps.has_moved(optimizer):  # twice without a backward pass in between
+                    self._clerk.wait()
                     self._close_step()
                 self._steps.read(optimizer)
         except BaseException:
@@ -399,18 +401,24 @@ class Recorder:
         self._findings.raise_trouble()
 
     def _close_step(self) -> None:
-        """The step is over: its patterns and its log become part of the memory."""
-        self._clerk.wait()
-        self._parameters.audits.catch_up()
+        """The step is over: its patterns and its log become part of the memory.
+
+        The clerk may still be following where the update put the weights, and nothing else.
+        """
+        audits = self._parameters.audits
+        if audits.are_behind:
+            self._clerk.wait()
+            audits.catch_up()
         for layer in self._sink.patterns_of_step():
             parts = self._parameters.of_layer(layer)
-            if not any(map(self._steps.moved, parts)) and all(
-                is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts
-            ):
-                self._findings.dropped += self._sink.rewind(layer)
-            elif self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
+            if not any(map(self._steps.moved, parts)):
+                self._clerk.wait()
+                if all(is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts):
+                    self._findings.dropped += self._sink.rewind(layer)
+                    continue
+            if self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
                 self._sink.rewind(layer)  # of a gradient that will count as unrecorded
-        self._parameters.audits.settle(self._steps.step)
+        self._clerk.then(audits.settle, self._steps.step)
         record, gradients, states = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls = 0

@@ -110,6 +110,13 @@ class BufferSet:
         self.touched += region.touched - touched
         return copy
 
+    @property
+    def stored_bytes(self) -> int:
+        """What has been collected as it will be written, rows that recur included."""
+        regions = (*self.keys.values(), *self.error_signals.values())
+        narrower = sum(r.bytes - r.rows * r.width * r.stored.itemsize for r in regions)
+        return self.bytes - narrower
+
     def add_bytes(self, size: int) -> None:
         """Count what lies elsewhere: columns, logs, gradients."""
         self.bytes += size

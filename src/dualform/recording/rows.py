@@ -32,7 +32,7 @@ class Rows:
         layer: Layer = PLAIN,
     ) -> None:
         self.step, self.layer = step, layer
-        self.patterns = len(keys)
+        self.patterns = keys.shape[0]
         self.keys, self.error_signals = keys, error_signals
         alike = keys.dtype == error_signals.dtype or not keys.is_floating_point()
         self.dtype = error_signals.dtype if alike else None

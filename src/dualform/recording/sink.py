@@ -97,7 +97,7 @@ class DiskSink(Sink):
     def __init__(
         self,
         writer: MemoryWriter,
-        gather: Callable[[], Extras],
+        gather: Callable[[int], Extras],
         dtype_of: Callable[[Layer], torch.dtype],
         storage: Storage,
         *,
@@ -163,7 +163,7 @@ class DiskSink(Sink):
             error_signals = current.append(for_signals, error_signals)
         visits.append(visit)
         columns = 3 if visit.tag is None else 3 + len(visit.tag.columns)
-        current.add_bytes(VISIT_BYTES + 8 * columns * len(kept_keys))
+        current.add_bytes(VISIT_BYTES + 8 * columns * kept_keys.shape[0])
         self._keep_within_bounds(current)
         return kept_keys, error_signals
 
@@ -262,7 +262,7 @@ class DiskSink(Sink):
             return False
         earlier = current.extras
         if earlier is None or current.gathered != len(current.records):
-            extras = self._gather()
+            extras = self._gather(current.stored_bytes)
             if earlier is not None:  # a commit was interrupted, and training went on
                 extras = extras._replace(strings=_joined(earlier.strings, extras.strings))
             current.extras, current.gathered = extras, len(current.records)
@@ -352,7 +352,7 @@ class DiskSink(Sink):
         last.gathered = -1  # remarks may have come since a commit that was interrupted
         if self._failure is not None:
             return None
-        return last.extras if self._complete(last) else self._gather()
+        return last.extras if self._complete(last) else self._gather(0)
 
     def _join(self) -> KeyboardInterrupt | None:
         """Until the writer is done: what is left is little, and a second Ctrl-C would lose it."""

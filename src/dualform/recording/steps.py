@@ -1,15 +1,14 @@
 """One step at a time: what the optimizers are about to do, what they did, and when a step is over.
 
-Just before an optimizer moves, every gradient it will use is read and compared with the patterns;
-just after, the learning rule predicts where the weights are now, for the next comparison. A step is
-over when every optimizer has moved, when a new backward pass begins after one has, or when one
-moves twice.
+Just before an optimizer moves, every gradient it will use is compared with the patterns
+(`explaining.py`); just after, the learning rule predicts where the weights are now, for the next
+comparison. A step is over when every optimizer has moved, when a new backward pass begins after one
+has, or when one moves twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,49 +28,16 @@ from dualform.learning_rules import (
     transitions,
 )
 from dualform.memory.files import INITIAL, TensorFile
-from dualform.recording.accountant import Account, Accountant, Update
+from dualform.recording.accountant import Accountant, Update
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
+from dualform.recording.explaining import Move, Reading, explain
 from dualform.recording.findings import Findings
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
-
-CLEAR = 1e3
-"""How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
-
-
-@dataclass(eq=False)
-class Move:
-    """What one optimizer is about to do with one parameter."""
-
-    watched: Watched
-    kappa: float
-    first: int
-    fresh: bool
-    group: int
-    transition: Transition | None
-    account: Account | None = None
-    gradient: Tensor | None = None
-    """What the account is to count, or, without an account, what may be stored."""
-    unrecorded: bool = False
-    """Whether patterns play no part in it, though the parameter has some."""
-    version: int = -1
-    """How often the parameter was changed in place before, where no rule predicts it."""
-
-
-@dataclass
-class Reading:
-    """What an optimizer is about to do, read just before it does it."""
-
-    optimizer: Optimizer
-    unscale: float
-    settings: list[tuple[float, ...]] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
-    originals: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """The gradients that accounts are to count, as they lie in `.grad`, and their versions."""
 
 
 class Steps:
@@ -143,7 +109,7 @@ class Steps:
     # -- before ---------------------------------------------------------------------------------
 
     def read(self, optimizer: Optimizer) -> None:
-        """Look at every gradient the optimizer is about to use, and explain it."""
+        """Note what the optimizer is about to do, and have the gradients it will use explained."""
         self._pending = None
         self.clerk.wait()
         self._parameters.audits.catch_up()
@@ -166,7 +132,7 @@ class Steps:
                     )
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad)
-        self._explain(reading)
+        explain(reading, self._parameters.audits, self.step, self._findings)
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
         self._pending = reading
@@ -198,7 +164,7 @@ class Steps:
             move.version = watched.parameter._version
         reading.moves.append(move)
         if watched.coverage == "patterns":
-            self._read_resolved(move, gradient)
+            self._read_resolved(reading, move, gradient)
         elif self._known_rules:
             move.account = self.accounts.account(watched, self.step)
             move.gradient = None if watched.name in self.accounts.stated else gradient
@@ -212,7 +178,7 @@ class Steps:
             reading.originals[watched.name] = gradient, gradient._version
             move.gradient = self.accountant.read(move.account, gradient, changing=changing)
 
-    def _read_resolved(self, move: Move, gradient: Tensor) -> None:
+    def _read_resolved(self, reading: Reading, move: Move, gradient: Tensor) -> None:
         """A parameter that has patterns, in this step or in others.
 
         Where not every step is recorded, a gradient counts as recorded only if all of it came in
@@ -227,7 +193,7 @@ class Steps:
         if move.unrecorded:
             move.first, move.kappa, move.gradient = self.step, 0.0, gradient
         else:
-            watched.audit.look_at(gradient, self.step)
+            reading.resolved.append((move, gradient))
             if move.first < self.step and move.first <= watched.passed_by:
                 self._findings.unexplained_gradient(
                     self.step,
@@ -236,23 +202,6 @@ class Steps:
                     f"step {watched.passed_by}, where its layer had patterns that are not in it. "
                     "Freeze and unfreeze right after its optimizer has moved.",
                 )
-
-    def _explain(self, reading: Reading) -> None:
-        """Find the factor κ of every gradient that has patterns."""
-        resolved = [
-            m for m in reading.moves if m.watched.coverage == "patterns" and not m.unrecorded
-        ]
-        plain = self._parameters.audits.are_plain() if resolved else []
-        for move in resolved:
-            watched = move.watched
-            if not plain[watched.index]:
-                try:
-                    move.kappa = watched.audit.explain() * reading.unscale
-                except Unexplained as reason:
-                    self._findings.unexplained_gradient(self.step, watched, str(reason))
-                    assert watched.parameter.grad is not None
-                    watched.audit.look_at(watched.parameter.grad)  # the prediction may go on
-        _share_factors(resolved)
 
     def _decide_coverage(self, watched: Watched, gradient: Tensor) -> None:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
@@ -431,26 +380,6 @@ class Steps:
         self.stepped = []
         self.step += 1
         return done
-
-
-def _share_factors(resolved: Sequence[Move]) -> None:
-    """Give κ to parameters whose own patterns cannot tell it, from the one that tells it best.
-
-    Patterns may cancel to nothing but rounding (a bias before BatchNorm): any factor explains such
-    a gradient, but what each of its patterns wrote depends on the right one. Clipping and unscaling
-    act on all parameters of a group alike.
-    """
-    if len({m.kappa for m in resolved}) <= 1:
-        return
-    clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
-    for move in resolved:
-        if move in clear:
-            continue
-        alike = [m for m in clear if m.group == move.group] or clear
-        if alike:
-            best = max(alike, key=lambda m: m.watched.audit.clarity)
-            if move.watched.audit.allows(move.kappa, best.kappa):
-                move.kappa = best.kappa
 
 
 def read_before_moving(read: Callable[[], None], args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Are the gradients what their patterns sum to, and by which factor?
+
+Asked just before an optimizer moves: if the answer is no, nothing has happened yet that a memory
+could not account for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.recording.accountant import Account
+from dualform.recording.audit import Transition, Unexplained
+from dualform.recording.audits import Audits
+from dualform.recording.findings import Findings
+from dualform.recording.parameters import Watched
+
+CLEAR = 1e3
+"""How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
+
+
+@dataclass(eq=False)
+class Move:
+    """What one optimizer is about to do with one parameter."""
+
+    watched: Watched
+    kappa: float
+    first: int
+    fresh: bool
+    group: int
+    transition: Transition | None
+    account: Account | None = None
+    gradient: Tensor | None = None
+    """What the account is to count, or, without an account, what may be stored."""
+    unrecorded: bool = False
+    """Whether patterns play no part in it, though the parameter has some."""
+    version: int = -1
+    """How often the parameter was changed in place before, where no rule predicts it."""
+
+
+@dataclass
+class Reading:
+    """What an optimizer is about to do, read just before it does it."""
+
+    optimizer: Optimizer
+    unscale: float
+    settings: list[tuple[float, ...]] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    originals: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    """The gradients that accounts are to count, as they lie in `.grad`, and their versions."""
+    resolved: list[tuple[Move, Tensor]] = field(default_factory=list)
+    """The moves by gradients that have patterns."""
+
+
+def explain(reading: Reading, audits: Audits, step: int, findings: Findings) -> None:
+    """Find the factor κ of every gradient that has patterns."""
+    if not reading.resolved:
+        return
+    for move, gradient in reading.resolved:
+        move.watched.audit.look_at(gradient, step)
+    plain = audits.are_plain()
+    for move, gradient in reading.resolved:
+        watched = move.watched
+        if not plain[watched.index]:
+            try:
+                move.kappa = watched.audit.explain() * reading.unscale
+            except Unexplained as reason:
+                findings.unexplained_gradient(step, watched, str(reason))
+                watched.audit.look_at(gradient)  # the prediction may go on
+    _share_factors([move for move, _ in reading.resolved])
+
+
+def _share_factors(resolved: Sequence[Move]) -> None:
+    """Give κ to parameters whose own patterns cannot tell it, from the one that tells it best.
+
+    Patterns may cancel to nothing but rounding (a bias before BatchNorm): any factor explains such
+    a gradient, but what each of its patterns wrote depends on the right one. Clipping and unscaling
+    act on all parameters of a group alike.
+    """
+    if len({m.kappa for m in resolved}) <= 1:
+        return
+    clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
+    for move in resolved:
+        if move in clear:
+            continue
+        alike = [m for m in clear if m.group == move.group] or clear
+        if alike:
+            best = max(alike, key=lambda m: m.watched.audit.clarity)
+            if move.watched.audit.allows(move.kappa, best.kappa):
+                move.kappa = best.kappa
