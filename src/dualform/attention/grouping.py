@@ -44,6 +44,11 @@ class Cells:
         return np.array([*values, None], dtype=object)[:-1]
 
     @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """How many patterns each cell has."""
+        return np.bincount(self.codes, minlength=len(self.values))
+
+    @cached_property
     def members(self) -> list[NDArray[np.int64]]:
         """The patterns of each cell, in order."""
         ordered = np.argsort(self.codes, kind="stable")

@@ -128,7 +128,7 @@ class Spotlight:
         """
         names = grouping.named(columns, self.patterns)
         cells = grouping.cells(self.patterns, names)
-        sums = self._sums(cells.codes, len(cells.values))
+        sums = self._sums(cells)
         n = len(self._asked)
         table: dict[str, Any] = self._query_column(np.repeat(np.arange(n), len(cells.values)))
         for i, name in enumerate(names):
@@ -148,7 +148,7 @@ class Spotlight:
         """
         check_absolute(absolute)
         cells = grouping.cells(self.patterns, (column,))
-        sums = self._sums(cells.codes, len(cells.values))
+        sums = self._sums(cells)
         n = len(self._asked)
         query = np.repeat(np.arange(n), len(cells.values))
         if absolute == "after":
@@ -215,7 +215,8 @@ class Spotlight:
         if column == "step" and buckets.are_worth_having(self._memory, ranges, len(values)):
             where = self._memory, self._included, bin_of, ranges, cells.codes, len(values)
             build = partial(buckets.from_buckets, *where)
-        columns |= self._sums(bin_of * len(values) + cells.codes, count, build)
+        codes = bin_of if by is None else bin_of * len(values) + cells.codes
+        columns |= self._sums(grouping.Cells([()] * count, codes), build)
         return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
 
     def __repr__(self) -> str:
@@ -229,10 +230,9 @@ class Spotlight:
     def _query_column(self, queries: Any) -> dict[str, Any]:
         return {} if len(self._asked) == 1 else {"query": np.asarray(queries, dtype=np.int64)}
 
-    def _sums(
-        self, codes: NDArray[np.int64], groups: int, build: Build | None = None
-    ) -> dict[str, NDArray[Any]]:
+    def _sums(self, cells: grouping.Cells, build: Build | None = None) -> dict[str, NDArray[Any]]:
         """Signed and absolute sums and counts of every group, query after query."""
+        codes, groups = cells.codes, len(cells.values)
         if are_few(self._memory, self._asked):
             signed, absolute = sums_of_held(self._held, self._included, codes, groups)
         else:
@@ -240,8 +240,9 @@ class Spotlight:
                 self._memory, self._asked, self._included, codes, groups, build
             )
             check_size(self._memory, absolute.numpy())
-        counted = codes if self._included is None else codes[self._included]
-        counts = np.bincount(counted, minlength=groups)
+        counts = cells.counts
+        if self._included is not None:
+            counts = np.bincount(codes[self._included], minlength=groups)
         return {
             "sum": signed.reshape(-1).numpy(),
             "absolute": absolute.reshape(-1).numpy(),

@@ -40,6 +40,9 @@ HELD = 1 << 23
 CACHED = 1 << 19
 """Numbers that are widened at once: 4 MB in float64, which a processor's cache can hold."""
 
+READ = 1 << 24
+"""Numbers that a compiled loop reads in one go: 64 MB, some milliseconds."""
+
 LENGTHS = "norms, and what bfloat16 leaves out"
 
 NEAR = 1 << 17
@@ -219,8 +222,13 @@ def _dots(keys: engine.Reals, queries: engine.Reals, out: engine.Reals) -> None:
 
 
 def _size(layer: LayerMemory) -> int:
-    """Patterns per block: 16-bit keys are widened block by block, better in the cache."""
-    return max(1, CACHED // layer.key_width) if layer.stored_eps else engine.BLOCK
+    """Patterns per block: 16-bit keys are widened block by block, better in the cache.
+
+    A compiled loop reads the others where they lie: the longer, the less is asked in between.
+    """
+    if layer.stored_eps:
+        return max(1, CACHED // layer.key_width)
+    return engine.BLOCK if kernels(layer) is None else max(1, READ // layer.key_width)
 
 
 def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray[np.float64]:
