@@ -464,12 +464,30 @@ def test_patterns_in_16_bits_of_every_kth_step(tmp_path: Path) -> None:
     assert df.DualForm(training.model, memory).verify(training.inputs[0]).passed
 
 
-def test_such_a_memory_is_not_converted(tmp_path: Path) -> None:
+def test_such_a_memory_is_put_into_16_bits_afterwards(tmp_path: Path) -> None:
+    training = Training(torch.float32, momentum=0.9)
+    memory = record(training, tmp_path / "run", 3, steps=24)
+    made = df.compact(memory, tmp_path / "half", dtype="float16")
+    assert made.after is not None
+    assert made.after.passed
+    assert 0 < max(made.difference.values()) < 2e-3
+    half = df.Memory.open(tmp_path / "half")
+    assert (half.every, half.layer("0").stored) == (3, torch.float16)
+    dual = df.DualForm(training.model, half)
+    assert dual.verify(training.inputs[0]).passed
+    for name, weight in dual.to_model().named_parameters():
+        whole = training.model.get_parameter(name).detach()
+        assert torch.allclose(weight, whole, rtol=0, atol=2e-3 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("less", [{"layers": ["0"]}, {"error_signals": False}, {"rank": 2}])
+def test_patterns_with_gaps_between_them_are_not_summed_up(
+    tmp_path: Path, less: dict[str, Any]
+) -> None:
     record(Training(), tmp_path / "run", 3, steps=4)
-    with pytest.raises(
-        df.RecordingError, match=r"one of every 3 steps; converting .* not possible"
-    ):
-        df.compact(tmp_path / "run", tmp_path / "half", dtype="float16")
+    with pytest.raises(df.RecordingError, match=r"one of every 3 steps; summing up .* \(dtype="):
+        df.compact(tmp_path / "run", tmp_path / "less", **less)
+    assert not (tmp_path / "less").exists()
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5])

@@ -68,13 +68,15 @@ def compact(
     source = SourceMemory.reopen(memory.path if isinstance(memory, Memory) else Path(memory))
     path = Path(destination)
     _refuse_destination(source, path, overwrite)
-    if source.every > 1:
-        raise RecordingError(
-            f"{source.path} holds the patterns of one of every {source.every} steps; converting "
-            "such a memory is not possible yet. Keep it as it is"
-        )
     choices = choose(source, layers, error_signals, dtype, rank)
-    for name in sorted(choices.summed | choices.compacted):
+    gone = sorted(choices.summed | choices.compacted)
+    if gone and source.every > 1:
+        raise RecordingError(
+            f"{source.path} holds the patterns of one of every {source.every} steps; summing up or "
+            f"compacting those of {gone[0]!r}, with gaps between them, is not possible. Keep all "
+            "layers and error signals (dtype= may still be given)"
+        )
+    for name in gone:
         rule = source.parameters[name].rule
         if source.parameters[name].adaptive is not None:
             raise RecordingError(
