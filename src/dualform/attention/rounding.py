@@ -43,17 +43,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.learning_rules import ParameterLog, transitions
+from dualform.memory.following import CREEP, ROOM
 
 Reals = NDArray[np.float64]
 
 DOUBLE = float(np.finfo(np.float64).eps)
-
-ROOM = 3.0
-"""How many times a systematic loss may be exceeded: sizes are estimates."""
-
-
-CREEP = 1024.0
-"""Below how many units in the last place of the weight an update may repeat its rounding."""
 
 CREEP_OF_AN_ENTRY = 16 * CREEP
 """The same where `gross` is the most an entry may get: most entries get far less."""
