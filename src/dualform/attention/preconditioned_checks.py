@@ -135,11 +135,12 @@ class _Checking:
                 other = self.followed.whole.momentum if name == rule.momentum else replayed[name]
                 allowed = self.followed.may_be_off(name, kept[name])
                 found.append(self._worst("states", kept[name], other, allowed, step))
-        if WEIGHTS in kept and WEIGHTS in replayed:
+        if WEIGHTS in kept:
             errors, own = self.followed.errors, kept[WEIGHTS]
+            other = replayed[WEIGHTS] if self.replay.couples else self.followed.whole.weights
             allowed = DEVIATIONS * (errors.weights.sqrt() + errors.lost)
             allowed = allowed + 4 * self.eps * own.abs() + self.followed.smallest
-            found.append(self._worst("states", own, replayed[WEIGHTS], allowed, step))
+            found.append(self._worst("states", own, other, allowed, step))
         self.worst_state = max([self.worst_state, *found], key=severity)
 
     # -- at the end ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 from dualform.compaction.choices import Choices
 from dualform.compaction.singular import Equivalent
 from dualform.memory.copying import SourceMemory
+from dualform.memory.fingerprint import STATE_FINGERPRINTS
 from dualform.memory.narrowing import narrowed
 from dualform.memory.segments import Segment, scales_of
 from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
@@ -23,7 +24,7 @@ from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 NOT_OF_LAYERS = frozenset(
     {"log", "patterns", "strings", "buffers", "states", "fingerprint_steps"}
     | {"gradients", "learned", "sizes", "left_out", "unrecorded"}
-    | {"fingerprints", "momentum_fingerprints"}
+    | {"fingerprints", "momentum_fingerprints", STATE_FINGERPRINTS}
 )
 """Kinds of tensors whose second name is not a layer's, though a layer may be called the same."""
 

@@ -40,6 +40,9 @@ class Adagrad(AdaptiveRule):
         own = tuple(float(group[name]) for name in self.settings[:-1])
         return (*own, is_single(group["lr"]))
 
+    def is_new(self, state: State) -> bool:
+        return not state or float(state["step"]) == 0
+
     def advance(
         self, state: State, settings: Settings, gradient: Tensor, weights: Tensor | None
     ) -> Elementwise:

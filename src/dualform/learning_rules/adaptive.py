@@ -194,6 +194,10 @@ class AdaptiveRule(ABC):
         state = {name: torch.zeros(shape, dtype=torch.float64) for name in self.tensors}
         return state | {"step": torch.zeros(())}
 
+    def is_new(self, state: State) -> bool:
+        """Whether this is what an optimizer remembers that has not made a step yet."""
+        return not state
+
     def found(self, remembered: Mapping[str, Any] | None) -> State | None:
         """What an optimizer remembers of a parameter now, as its own tensors; None if nothing."""
         if not remembered:

@@ -4,7 +4,8 @@
 reads the safetensors files, `writing.py` and `segments.py` know what is in one, `description.py`
 reads what the manifest says of the model, `rewinding.py` cuts a memory back to an earlier step,
 `copying.py` writes one that is made from another, `narrowing.py` puts rows into 16 bits,
-`liveness.py` knows who is writing. `memory.py` is what
+`liveness.py` knows who is writing. `replay.py` replays an adaptive optimizer, `following.py` with
+what rounding explains. `memory.py` is what
 readers hold; `layer.py` streams one layer's keys and error signals; `patterns.py` knows the
 coordinates of every pattern (step, example, label, ...) and the `where` conditions over them.
 """

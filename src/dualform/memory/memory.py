@@ -23,7 +23,7 @@ from dualform.learning_rules import AdaptiveLog, ParameterLog, coefficients
 from dualform.memory import derived, files
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
-from dualform.memory.fingerprint import Fingerprint
+from dualform.memory.fingerprint import Fingerprint, fingerprints_of
 from dualform.memory.layer import COMPACTED, LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.logs import Logs
@@ -333,28 +333,7 @@ class Memory:
     @cached_property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
         """What every parameter looked like at every commit and in between, in float64."""
-        found = []
-        for segment in self._segments:
-            steps = segment.fingerprint_steps()
-            weights = self._projections(segment, "fingerprints", len(steps))
-            momenta = self._projections(segment, "momentum_fingerprints", len(steps))
-            for i, step in enumerate(steps):
-                momentum = {name: values[i] for name, values in momenta.items()}
-                found.append(
-                    Fingerprint(
-                        step,
-                        {name: values[i] for name, values in weights.items()},
-                        {n: m for n, m in momentum.items() if not bool(m.isnan().any())},
-                    )
-                )
-        return tuple(found)
-
-    def _projections(self, segment: Segment, kind: str, count: int) -> dict[str, Tensor]:
-        return {
-            name: segment.file.tensor(f"{kind}/{name}", (count, parameter.height), torch.float64)
-            for name, parameter in self.parameters.items()
-            if f"{kind}/{name}" in segment.file.names
-        }
+        return tuple(f for s in self._segments for f in fingerprints_of(s, self.parameters))
 
     def probe(self, parameter: str) -> Tensor:
         """The random direction v of a parameter's fingerprint W v, float64."""

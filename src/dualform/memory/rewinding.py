@@ -24,15 +24,29 @@ from numpy.typing import NDArray
 
 from dualform.errors import MemoryFileError
 from dualform.memory.files import NO_VALUE, read_manifest
+from dualform.memory.fingerprint import STATE_FINGERPRINTS
 from dualform.memory.memory import Memory
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 
 SUMS = ("learned", "unrecorded", "unrecorded_momentum")
-FINGERPRINTS = ("fingerprints", "momentum_fingerprints")
+FINGERPRINTS = ("fingerprints", "momentum_fingerprints", STATE_FINGERPRINTS)
 OWN_COLUMNS = ("step", "position", "microbatch", "call", "rank")
 Projections = Mapping[str, NDArray[np.float64]]
-"""W v or m v of every parameter at the cut, [d0]; NaN where there is no momentum buffer."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How parameters look at the step that is gone back to, along their probes.
+
+    W v and m v of every parameter, [d0]; NaN where there is no momentum buffer. Of what else an
+    adaptive optimizer remembers, STATE/NAME, only what is there.
+    """
+
+    step: int
+    weights: Projections
+    momentum: Projections
+    states: Projections
 
 
 @dataclass(frozen=True)
@@ -92,9 +106,9 @@ class ReopenedMemory(Memory):
         parts = [s.log_array("applied", len(self._order))[:, index] for s in self._segments]
         return np.concatenate([np.zeros(0, bool), *parts]).astype(bool)
 
-    def cut_back(self, step: int, weights: Projections, momentum: Projections) -> Remainder:
-        """What is left at `step`, where parameters look like this; nothing on disk is changed."""
-        manifest = self._manifest
+    def cut_back(self, at: Cut) -> Remainder:
+        """What is left at a step, where parameters look like this; nothing on disk is changed."""
+        manifest, step = self._manifest, at.step
         entries = dict(zip(self._segments, manifest["segments"], strict=True))
         whole = [s for s in self._segments if s.end <= step]
         cut = None
@@ -102,7 +116,7 @@ class ReopenedMemory(Memory):
         for segment in self._segments:
             if segment.first_step < step < segment.end:
                 segment.file.check()
-                cut = cut_segment(segment, step, weights, momentum)
+                cut = cut_segment(segment, at)
                 names |= {tensor.name for tensor in cut.tensors}
         split = [name.split("/", 2) for name in names]
         return Remainder(
@@ -120,11 +134,10 @@ class ReopenedMemory(Memory):
         )
 
 
-def cut_segment(
-    segment: Segment, step: int, weights: Projections, momentum: Projections
-) -> CutSegment:
-    """A segment's steps before `step`; parameters are then as the projections say."""
-    file, steps = segment.file, step - segment.first_step
+def cut_segment(segment: Segment, at: Cut) -> CutSegment:
+    """A segment's steps before the cut; parameters are then as its projections say."""
+    file, step = segment.file, at.step
+    steps = step - segment.first_step
     layers = file.metadata["layers"]
     rows, tables = _rows_left(segment, step)
     used = sorted({layers[name]["table"] for name in rows})
@@ -157,7 +170,7 @@ def cut_segment(
                 tensors.append(paged_bytes(name, stored[:left]))
         else:
             tensors.append(tensor_bytes(name, stored))
-    tensors += _fingerprints(segment, step, weights, momentum)
+    tensors += _fingerprints(segment, at)
     metadata = file.metadata | {
         "first_step": segment.first_step,
         "steps": steps,
@@ -207,16 +220,14 @@ def _is_blank(column: str, values: torch.Tensor) -> bool:
     return bool(blank.all())
 
 
-def _fingerprints(
-    segment: Segment, step: int, weights: Projections, momentum: Projections
-) -> list[TensorBytes]:
-    """The segment's own before `step`, and the one at `step`."""
-    earlier = [s for s in segment.fingerprint_steps() if s < step]
-    written = [tensor_bytes("fingerprint_steps", np.array([*earlier, step], np.int64))]
-    for kind, now in zip(FINGERPRINTS, (weights, momentum), strict=True):
-        for name, values in now.items():
-            if f"{kind}/{name}" in segment.file.names:
-                before = segment.file.array(f"{kind}/{name}", dtype=torch.float64)
-                joined = np.concatenate([before[: len(earlier)], values[None]])
-                written.append(tensor_bytes(f"{kind}/{name}", joined))
+def _fingerprints(segment: Segment, at: Cut) -> list[TensorBytes]:
+    """The segment's own before the cut, and the one there."""
+    earlier = [s for s in segment.fingerprint_steps() if s < at.step]
+    written = [tensor_bytes("fingerprint_steps", np.array([*earlier, at.step], np.int64))]
+    for kind, now in zip(FINGERPRINTS, (at.weights, at.momentum, at.states), strict=True):
+        for full in sorted(n for n in segment.file.names if n.startswith(f"{kind}/")):
+            before = segment.file.array(full, dtype=torch.float64)
+            values = now.get(full.removeprefix(f"{kind}/"), np.full(before.shape[1:], np.nan))
+            joined = np.concatenate([before[: len(earlier)], values[None]])
+            written.append(tensor_bytes(full, joined))
     return written

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.memory import derived, files
+from dualform.memory.fingerprint import STATE_FINGERPRINTS
 from dualform.memory.liveness import PROGRESS, Progress, WriterLock
 from dualform.memory.rewinding import Remainder
 from dualform.memory.tensor_files import (
@@ -53,6 +54,8 @@ class SegmentContent:
     fingerprint_steps: Array
     fingerprints: dict[str, Array]
     momentum_fingerprints: dict[str, Array]
+    state_fingerprints: dict[str, Array] = field(default_factory=dict)
+    """Of what else an adaptive optimizer remembers: STATE/NAME."""
     strings: dict[str, list[str]] = field(default_factory=dict)
     gradients: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     buffers: dict[str, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
@@ -68,6 +71,7 @@ class SegmentContent:
         small["fingerprint_steps"] = self.fingerprint_steps
         small |= {f"fingerprints/{name}": v for name, v in self.fingerprints.items()}
         small |= {f"momentum_fingerprints/{n}": v for n, v in self.momentum_fingerprints.items()}
+        small |= {f"{STATE_FINGERPRINTS}/{n}": v for n, v in self.state_fingerprints.items()}
         small |= self.sums
         for name, strings in self.strings.items():
             small[f"strings/{name}"] = np.frombuffer(json.dumps(strings).encode(), np.uint8).copy()

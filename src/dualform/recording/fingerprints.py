@@ -2,17 +2,19 @@
 
 Fingerprints are how a memory verifies against itself: between two of them, patterns and log must
 carry W v and m v from the one to the other. The closer they are, the smaller an error is found.
+And a run that is resumed from a checkpoint of such a step is known by them to the last digit: its
+weights, and all that its optimizer remembers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.optim import Optimizer
 
-from dualform.learning_rules import momentum_buffer
+from dualform.learning_rules import State, momentum_buffer
 from dualform.recording.parameters import Parameters, Watched
 
 FINGERPRINT_EVERY = 48
@@ -21,13 +23,22 @@ FINGERPRINT_EVERY = 48
 Array = np.ndarray[Any, Any]
 
 
+class Taken(NamedTuple):
+    """One fingerprint: W v and m v by parameter; what else is remembered, by STATE/NAME."""
+
+    step: int
+    weights: dict[str, Array]
+    momenta: dict[str, Array]
+    states: dict[str, Array]
+
+
 class Fingerprints:
     """The fingerprints taken since the last commit."""
 
     def __init__(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
         self._parameters = parameters
         self._optimizers = optimizers
-        self._taken: list[tuple[int, dict[str, Array], dict[str, Array]]] = []
+        self._taken: list[Taken] = []
         self.last = 0
         """The number of updates when the last one was taken."""
 
@@ -36,24 +47,49 @@ class Fingerprints:
 
         `compare` is given each parameter's fingerprint to compare it with what was predicted.
         """
-        weights, momenta = {}, {}
+        seen = Taken(step, {}, {}, {})
         for watched in self._parameters:
-            weights[watched.name] = projected = watched.audit.project(watched.parameter)
+            name, parameter = watched.name, watched.parameter
+            seen.weights[name] = projected = watched.audit.project(parameter)
             compare(watched, projected)
-            buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)
-            buffer = next((b for b in buffers if b is not None), None)
-            momenta[watched.name] = (
+            owner = next((o for o in self._optimizers if o.state.get(parameter)), None)
+            buffer = None if owner is None else momentum_buffer(owner, parameter)
+            seen.momenta[name] = (
                 np.full_like(projected, np.nan) if buffer is None else watched.audit.project(buffer)
             )
-        self._taken.append((step, weights, momenta))
+            if owner is not None and watched.rule is not None:
+                state = watched.rule.found(owner.state[parameter]) or {}
+                seen.states.update(states_fingerprint(watched, state))
+        self._taken.append(seen)
         self.last = step
 
-    def collect(self) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-        """Steps [k], and per parameter W v and m v [k, d0]; begins anew."""
+    def collect(self) -> tuple[Array, dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """Steps [k], and W v, m v and those of states [k, d0], by name; begins anew."""
         taken, self._taken = self._taken, []
         names = self._parameters.by_name if taken else ()
+        states = {name: values for one in taken for name, values in one.states.items()}
         return (
-            np.array([step for step, _, _ in taken], np.int64),
-            {name: np.stack([weights[name] for _, weights, _ in taken]) for name in names},
-            {name: np.stack([momenta[name] for _, _, momenta in taken]) for name in names},
+            np.array([one.step for one in taken], np.int64),
+            {name: np.stack([one.weights[name] for one in taken]) for name in names},
+            {name: np.stack([one.momenta[name] for one in taken]) for name in names},
+            {
+                name: np.stack([o.states.get(name, np.full_like(like, np.nan)) for o in taken])
+                for name, like in states.items()
+            },
         )
+
+
+def states_fingerprint(watched: Watched, state: State) -> dict[str, Array]:
+    """What an adaptive optimizer remembers of a parameter besides its momentum, along the probe.
+
+    By STATE/NAME; single numbers as they are.
+    """
+    rule = watched.rule
+    assert rule is not None
+    return {
+        f"{name}/{watched.name}": np.array(float(value))
+        if name in rule.numbers
+        else watched.audit.project(value)
+        for name, value in state.items()
+        if name != rule.momentum
+    }

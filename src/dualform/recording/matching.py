@@ -27,6 +27,7 @@ from dualform.errors import RecordingError
 from dualform.learning_rules import transitions
 from dualform.memory import Memory
 from dualform.recording.audit import SLACK_HELD, SLACK_LOST, SLACK_WEIGHTS, ParameterAudit
+from dualform.recording.differences import Difference, at_print
 from dualform.recording.parameters import Parameters
 from dualform.recording.replaying import find_by_replay
 from dualform.recording.walking import Candidate, Print, Reals, Target, off_by, walk
@@ -49,16 +50,16 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
     targets = [Target(memory, watched) for watched in parameters]
     prints = _prints(memory, parameters)
     exact = [p for p in prints if all(t.is_at(p.weights[t.name]) for t in targets)]
-    for found in reversed(exact):
-        if _misfit(targets, found) is None:
-            return found.step
+    wrong: list[RecordingError] = []
+    for seen in reversed(exact):
+        reason = _misfit(memory, targets, seen)
+        if reason is None:
+            return seen.step
+        wrong.append(reason)
     if any(target.log is None and target.rule is None for target in targets):
-        raise _nothing_fits(memory, targets, prints, exact)
+        raise wrong[0] if wrong else _nothing_fits(memory, targets, prints)
     if any(target.log is None for target in targets):
-        found_step = find_by_replay(memory, targets, prints)
-        if found_step is None:
-            raise _nothing_fits(memory, targets, prints, exact)
-        return found_step
+        return _replayed(memory, targets, prints, wrong)
     rough, apart = _rough_distances(memory, targets, prints)
     pairs = list(itertools.pairwise(prints))
     best = [float(rough[a.step + 1 : b.step].min(initial=np.inf)) for a, b in pairs]
@@ -76,7 +77,23 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
         nearest = min(candidates, key=lambda c: c.weights)
         assert nearest.misfit is not None
         raise _wrong_momentum(memory, nearest.step, nearest.misfit)
-    raise _nothing_fits(memory, targets, prints, exact, apart)
+    raise wrong[0] if wrong else _nothing_fits(memory, targets, prints, apart)
+
+
+def _replayed(
+    memory: Memory, targets: Sequence[Target], prints: Sequence[Print], wrong: list[RecordingError]
+) -> int:
+    """The step by replaying the run; where there is none, what is said of the nearest."""
+    found = find_by_replay(memory, targets, prints)
+    if found is not None and not found.steps and not found.differences:
+        return found.step
+    if wrong:
+        raise wrong[0]
+    if found is None:
+        raise _nothing_fits(memory, targets, prints)
+    if found.steps:
+        raise _cannot_tell(memory, found.steps, found.step)
+    raise _differ(memory, found.step, found.differences)
 
 
 def _clearest(memory: Memory, fitting: Sequence[Candidate]) -> int:
@@ -85,12 +102,7 @@ def _clearest(memory: Memory, fitting: Sequence[Candidate]) -> int:
     apart = [c for c in close if c.state != best.state]
     if apart:
         steps = sorted({best.step, *(c.step for c in apart)})
-        raise RecordingError(
-            f"the model's weights could be those of any of the steps {_listed(steps)} of "
-            f"{memory.path}: they moved less in between than rounding can tell. Resume from a "
-            f"checkpoint of a step that was committed (nearest: {_nearest_print(memory, best.step)}"
-            "); calling recorder.flush() whenever you save a checkpoint makes it one"
-        )
+        raise _cannot_tell(memory, steps, best.step)
     return max(c.step for c in close)
 
 
@@ -110,15 +122,21 @@ def _prints(memory: Memory, parameters: Parameters) -> list[Print]:
             f.step,
             {name: value.numpy() for name, value in f.values.items()},
             {name: value.numpy() for name, value in f.momentum.items()},
+            f.states,
         )
         for f in memory.fingerprints
     ]
 
 
-def _misfit(targets: Sequence[Target], seen: Print) -> str | None:
-    """A parameter whose momentum buffer is neither empty nor the memory's."""
-    names = (t.name for t in targets if not t.has_momentum_of(seen.momentum.get(t.name)))
-    return next(names, None)
+def _misfit(memory: Memory, targets: Sequence[Target], seen: Print) -> RecordingError | None:
+    """What is wrong with an optimizer's state that is neither empty nor the memory's."""
+    for target in targets:
+        if target.learned_by is None:
+            if not target.has_momentum_of(seen.momentum.get(target.name)):
+                return _wrong_momentum(memory, seen.step, target.name)
+        elif (difference := at_print(memory, target, seen)) is not None:
+            return _differ(memory, seen.step, [difference])
+    return None
 
 
 # -- between them, roughly -----------------------------------------------------------------------
@@ -176,13 +194,8 @@ def _nothing_fits(
     memory: Memory,
     targets: Sequence[Target],
     prints: Sequence[Print],
-    exact: Sequence[Print],
     between: Reals | None = None,
 ) -> RecordingError:
-    if exact:
-        name = _misfit(targets, exact[-1])
-        assert name is not None
-        return _wrong_momentum(memory, exact[-1].step, name)
     apart = np.full(memory.steps + 1, np.inf) if between is None else between
     for seen in prints:
         apart[seen.step] = max(off_by(seen.weights[t.name], t.weights) / t.size for t in targets)
@@ -203,6 +216,35 @@ def _wrong_momentum(memory: Memory, step: int, name: str) -> RecordingError:
         f"momentum buffer of {name!r} is neither the one recorded at that step nor empty, so what "
         "it holds would have no pattern behind it. Load the optimizer's state of the same "
         "checkpoint, start with a new optimizer, or record into a new path"
+    )
+
+
+def _differ(memory: Memory, step: int, differences: Sequence[Difference]) -> RecordingError:
+    weights = [d for d in differences if d.is_of_weights]
+    worst = (weights or list(differences))[0]
+    more = len({d.parameter for d in differences} - {worst.parameter})
+    others = f"; {more} more parameters differ" if more else ""
+    if weights:
+        return RecordingError(
+            f"the model's weights are not those of any step of {memory.path}. The nearest is step "
+            f"{step}, where {worst.parameter!r} does not agree: {worst.said}{others}. Load a "
+            f"checkpoint of this run, saved between two updates (step {memory.steps} is the last "
+            "one recorded), or record into a new path"
+        )
+    return RecordingError(
+        f"the model's weights are those of step {step} of {memory.path}, but what the optimizer "
+        f"remembers of {worst.parameter!r} is neither what was recorded at that step nor nothing: "
+        f"{worst.said}{others}. Load the optimizer's state of the same checkpoint, start with a "
+        "new optimizer, or record into a new path"
+    )
+
+
+def _cannot_tell(memory: Memory, steps: Sequence[int], best: int) -> RecordingError:
+    return RecordingError(
+        f"the model's weights could be those of any of the steps {_listed(steps)} of "
+        f"{memory.path}: they moved less in between than rounding can tell. Resume from a "
+        f"checkpoint of a step that was committed (nearest: {_nearest_print(memory, best)}"
+        "); calling recorder.flush() whenever you save a checkpoint makes it one"
     )
 
 

@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.layers import Layer
-from dualform.learning_rules import SGD, AdaptiveRule, adaptive_rule_of, momentum_buffer
+from dualform.learning_rules import (
+    SGD,
+    AdaptiveRule,
+    State,
+    adaptive_rule_of,
+    momentum_buffer,
+)
 from dualform.recording.audit import ParameterAudit
 from dualform.recording.audits import Audits
 
@@ -27,6 +33,7 @@ class Watched:
     parameter: nn.Parameter
     audit: ParameterAudit
     momentum: Tensor | None  # the optimizer's buffer when recording began
+    remembered: State  # all that an adaptive optimizer remembered then; empty if it was new
     shape: torch.Size
     dtype: torch.dtype
     rule: AdaptiveRule | None = None  # None for SGD, whose steps are scalars
@@ -75,6 +82,7 @@ class Parameters:
         generator = torch.Generator().manual_seed(seed)
         buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
         rules = {id(p): adaptive_rule_of(o) for o in optimizers for p in parameters_of(o)}
+        states = {id(p): _remembered(o, p) for o in optimizers for p in parameters_of(o)}
         self.by_name: dict[str, Watched] = {}
         self._by_id: dict[int, Watched] = {}
         self._of_layer: dict[Layer, tuple[Watched, ...]] = {}
@@ -94,9 +102,9 @@ class Parameters:
             rule = rules.get(id(parameter))
             if rule is not None:
                 refuse_16_bits(name, parameter, rule)
-            watched = Watched(
-                index, name, parameter, audit, momentum, parameter.shape, parameter.dtype, rule
-            )
+            state = states.get(id(parameter), {})
+            place = index, name, parameter, audit, momentum, state
+            watched = Watched(*place, parameter.shape, parameter.dtype, rule)
             self.by_name[name] = self._by_id[id(parameter)] = watched
         self._keeps: Callable[[Layer], bool] = lambda layer: True
         self.audits = Audits([watched.audit for watched in self])
@@ -190,7 +198,7 @@ class Parameters:
             kept[f"sketches/{watched.name}"] = watched.audit.sketch64
             if watched.momentum is not None:
                 kept[f"momentum/{watched.name}"] = watched.momentum
-            watched.momentum = None
+            watched.momentum, watched.remembered = None, {}
         return kept
 
 
@@ -202,6 +210,13 @@ def refuse_16_bits(name: str, parameter: nn.Parameter, rule: AdaptiveRule) -> No
             "moments are rounded to 16 bits at every step, which no pattern accounts for. Train "
             "float32 parameters (under torch.autocast, say)"
         )
+
+
+def _remembered(optimizer: Optimizer, parameter: nn.Parameter) -> State:
+    """What an adaptive optimizer remembers of a parameter; nothing if it has made no step."""
+    rule = adaptive_rule_of(optimizer)
+    found = None if rule is None else rule.found(optimizer.state.get(parameter))
+    return {} if rule is None or found is None or rule.is_new(found) else found
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

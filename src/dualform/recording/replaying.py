@@ -1,92 +1,125 @@
 """Which recorded step do these weights belong to, where Adam or one of its relatives trained them?
 
 Between fingerprints such a rule cannot be followed along one direction. But it can be replayed from
-the patterns (`memory/replay.py`), entry by entry, from the first step on. One small parameter is
-enough to say which step it could be; then every other one has to agree, with its weights and with
-its first moments, at that very step.
+the patterns (`memory/replay.py`), entry by entry, from the first step on. A small parameter is
+enough to say which step it could be, and the optimizer's own count where weights hardly move; then
+every parameter has to agree, with all that is remembered of it, at that very step
+(`differences.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from math import sqrt
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dualform.memory import Memory
 from dualform.memory.replay import Part, Replay
+from dualform.memory.states import WEIGHTS
+from dualform.recording.differences import Difference, at_print, by_replay, weights_at_print
 from dualform.recording.walking import Print, Reals, Target, off_by, walk
-
-ROUNDINGS = 4096.0
-"""How many roundings of its own size, √steps of them, a replayed parameter may be off by."""
 
 CLEARLY = 16.0
 """How many times further off every other step must be."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """The step that model and optimizer are at; if there is none, what is in the way."""
+
+    step: int
+    differences: list[Difference] = field(default_factory=list)
+    """What differs at that step, which is then the nearest."""
+    steps: list[int] = field(default_factory=list)
+    """Several steps that cannot be told apart."""
+
+
 def find_by_replay(
     memory: Memory, targets: Sequence[Target], prints: Sequence[Print]
-) -> int | None:
-    """The number of updates after which the model was as it is now; None if there is none."""
-    replayed = [t for t in targets if t.rule is not None and _can_be_replayed(memory, t.name)]
+) -> Found | None:
+    """The number of updates after which the model was as it is now; None if nothing can tell."""
+    replayed = sorted(
+        (t for t in targets if t.can_be_replayed),
+        key=lambda t: memory.parameters[t.name].height * t.audit.width,
+    )
     if not replayed:
         return None
-    smallest = min(replayed, key=lambda t: memory.parameters[t.name].height * t.audit.width)
-    distances = _distances(memory, smallest, memory.steps)
-    best = int(np.argmin(distances))
-    if not distances[best] <= _allowed(smallest, best):
-        return None
-    same = np.flatnonzero(distances <= CLEARLY * max(distances[best], smallest.exact))
-    if len(same) > 1 and np.ptp(same) != len(same) - 1:  # neither one step nor one that stayed
-        return None
-    step = int(same[-1])
-    agreed = all(_agrees(memory, target, step) for target in replayed)
-    others = [t for t in targets if t.log is not None]
-    return step if agreed and _walked(memory, others, prints, step) else None
+    steps = _narrowed(memory, replayed)
+    if len(steps) > 1:
+        return Found(int(steps[-1]), steps=steps.tolist())
+    found = _compared(memory, targets, prints, int(steps[0]))
+    if not found.differences:
+        return found
+    likely = Counter(_nearest(memory, target) for target in replayed).most_common(1)[0][0]
+    return found if likely == found.step else _compared(memory, targets, prints, likely)
 
 
-def _can_be_replayed(memory: Memory, name: str) -> bool:
-    known = memory.parameters[name]
-    return known.coverage in ("patterns", "steps") and known.accumulated_since is None
+def _narrowed(memory: Memory, replayed: Sequence[Target]) -> NDArray[np.int64]:
+    """The steps that the weights could be of: by one parameter, or by several, and by counts.
+
+    Of steps between which no weight moved at all, the last.
+    """
+    steps, stayed = np.arange(memory.steps + 1), True
+    for target in replayed:
+        distances, counts = _distances(memory, target)
+        least = max(float(distances[steps].min()), target.exact)
+        steps = steps[distances[steps] <= CLEARLY * least]
+        if target.remembered:
+            counted = steps[counts[steps] == float(target.remembered["step"])]
+            steps = counted if len(counted) else steps
+        if len(steps) == 1:
+            return steps
+        stayed = stayed and not bool(np.ptp(distances[steps]))
+    return steps[-1:] if stayed else steps
 
 
-def _distances(memory: Memory, target: Target, steps: int) -> Reals:
-    """How far the parameter's weights are from those after 0 … `steps` updates, along v."""
-    found = np.full(steps + 1, np.inf)
-    whole, reached = Part.whole(memory, target.name), 0
+def _nearest(memory: Memory, target: Target) -> int:
+    return int(np.argmin(_distances(memory, target)[0]))
+
+
+def _distances(memory: Memory, target: Target) -> tuple[Reals, Reals]:
+    """How far the weights are, along v, from those after 0, 1, … updates; the counts there."""
+    steps, reached = memory.steps, 0
+    found, counts = np.full(steps + 1, np.inf), np.zeros(steps + 1)
+    whole, count = Part.whole(memory, target.name), -1.0
     now = off_by(target.audit.project(whole.weights), target.weights)
     for done in Replay(memory, target.name, steps).forward():
-        found[reached : done.step + 1] = now
+        found[reached : done.step + 1], counts[reached : done.step + 1] = now, count
         whole.take(done, done.gradient)
         now, reached = off_by(target.audit.project(whole.weights), target.weights), done.step + 1
-    found[reached:] = now
-    return found
+        count = float(done.state["step"])
+    found[reached:], counts[reached:] = now, count
+    return found, counts
 
 
-def _agrees(memory: Memory, target: Target, step: int) -> bool:
-    """Whether weights and first moments of a parameter are those of a step."""
-    whole = Part.whole(memory, target.name)
-    for done in Replay(memory, target.name, step).forward():
-        whole.take(done, done.gradient)
-    project = target.audit.project
-    if off_by(project(whole.weights), target.weights) > _allowed(target, step):
-        return False
-    if target.momentum is None:
-        return True
-    scale = max(target.spread_of_momentum, float(np.abs(target.momentum).max(initial=0.0)))
-    bound = ROUNDINGS * target.audit.eps * scale + target.audit.tiny
-    return off_by(project(whole.momentum), target.momentum) <= bound
-
-
-def _allowed(target: Target, steps: int) -> float:
-    return ROUNDINGS * target.audit.eps * sqrt(steps + 1) * target.size + target.exact
-
-
-def _walked(memory: Memory, targets: Sequence[Target], prints: Sequence[Print], step: int) -> bool:
-    """Whether the parameters that SGD trained agree with that step, too."""
+def _compared(
+    memory: Memory, targets: Sequence[Target], prints: Sequence[Print], step: int
+) -> Found:
+    """Everything at one step: by its fingerprint, or else by the replay and by SGD's own log."""
+    seen = next((p for p in prints if p.step == step), None)
+    if seen is not None:
+        found = [d for d in (weights_at_print(t, seen) for t in targets) if d]
+        found += [d for d in (at_print(memory, t, seen) for t in targets) if d]
+        return Found(step, found)
+    found = [d for t in targets if t.can_be_replayed for d in by_replay(memory, t, step)]
     for start, end in itertools.pairwise(prints):
-        if targets and start.step < step < end.step:
-            candidates = [c for c in walk(memory, targets, start, end) if c.step == step]
-            return all(c.distance <= 1.0 for c in candidates)
-    return True
+        if start.step < step < end.step:
+            for target in (t for t in targets if t.log is not None):
+                found += _walked(memory, target, start, end, step)
+    return Found(step, found)
+
+
+def _walked(
+    memory: Memory, target: Target, start: Print, end: Print, step: int
+) -> Iterator[Difference]:
+    """How a parameter that SGD trained differs from its step between two fingerprints."""
+    for candidate in walk(memory, [target], start, end):
+        parts = {WEIGHTS: candidate.weights, "the momentum buffer": candidate.momentum}
+        for what, distance in parts.items() if candidate.step == step else ():
+            if distance > 1.0:
+                said = f"{what}: {distance:.2g} times what rounding explains"
+                yield Difference(target.name, what, said)

@@ -31,11 +31,12 @@ from dualform.layers import Layer
 from dualform.learning_rules import SGD, ParameterLog, transitions
 from dualform.memory import Memory, Phase
 from dualform.memory.files import MANIFEST
-from dualform.memory.rewinding import Remainder, ReopenedMemory
+from dualform.memory.rewinding import Cut, Remainder, ReopenedMemory
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.findings import Findings
+from dualform.recording.fingerprints import states_fingerprint
 from dualform.recording.matching import find_step
 from dualform.recording.parameters import Parameters, Watched
 from dualform.recording.sums import Accumulated
@@ -182,7 +183,13 @@ class Resumption:
             for w in parameters
         }
         weights = {w.name: w.audit.weights for w in parameters}
-        self._left = memory.cut_back(step, weights, momentum)
+        states = {
+            name: value
+            for w in parameters
+            if w.rule is not None
+            for name, value in states_fingerprint(w, w.remembered).items()
+        }
+        self._left = memory.cut_back(Cut(step, weights, momentum, states))
         self._note_phase(parameters)
         return step
 

@@ -46,6 +46,7 @@ class Extras(NamedTuple):
     fingerprint_steps: np.ndarray[Any, Any]
     fingerprints: dict[str, np.ndarray[Any, Any]]
     momentum_fingerprints: dict[str, np.ndarray[Any, Any]]
+    state_fingerprints: dict[str, np.ndarray[Any, Any]]
     sums: dict[str, Tensor]
     """Learned and unrecorded parts, under the names they are stored by."""
     strings: dict[str, list[str]]
@@ -205,6 +206,7 @@ class BufferSet:
             fingerprint_steps=extras.fingerprint_steps,
             fingerprints=extras.fingerprints,
             momentum_fingerprints=extras.momentum_fingerprints,
+            state_fingerprints=extras.state_fingerprints,
             strings=extras.strings,
             gradients=self.gradients,
             buffers=self.buffers,

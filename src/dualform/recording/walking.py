@@ -13,8 +13,8 @@ knows a row of them, but knows it to the last digit. Both must agree.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class Target:
     def __init__(self, memory: Memory, watched: Watched) -> None:
         audit = watched.audit
         self.name, self.audit = watched.name, audit
+        self.parameter, self.remembered = watched.parameter, watched.remembered
+        self.learned_by = watched.rule
         self.weights = audit.weights.copy()
         self.momentum = None if watched.momentum is None else audit.momentum.copy()
         self.spread_of_momentum = (
@@ -51,7 +53,14 @@ class Target:
         self.size = max(audit.spread, float(np.abs(self.weights).max(initial=0.0)), 1e-300)
         """About that of the weights."""
         self.log = known_log(memory, watched.name)
-        self.rule = memory.parameters[watched.name].adaptive if memory.exact else None
+        known = memory.parameters[watched.name]
+        self.rule = known.adaptive if memory.exact else None
+        """The adaptive rule it was trained by, if all it did is explained."""
+        self.can_be_replayed = (
+            self.rule is not None
+            and known.coverage in ("patterns", "steps")
+            and known.accumulated_since is None
+        )
         # Two float64 sums of the same terms, each in an order of its own.
         terms = as_matrix(watched.parameter.detach()).cpu().double().abs() @ audit.probe64.abs()
         self.exact = (audit.width + 16) * DOUBLE * float(terms.max() if terms.numel() else 0.0)
@@ -77,6 +86,8 @@ class Print:
     step: int
     weights: dict[str, Reals]
     momentum: dict[str, Reals]
+    states: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    """Of what else adaptive optimizers remembered, by parameter and name."""
 
 
 @dataclass(frozen=True)
