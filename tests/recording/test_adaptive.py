@@ -95,7 +95,111 @@ def test_an_optimizer_that_does_something_else_is_found_at_its_first_step(tmp_pa
         train(model, optimizer, 2)
 
 
-def test_weights_edited_between_steps_are_found_by_verify(tmp_path: Path) -> None:
+def fresh_state(model: nn.Module) -> dict[str, Any]:
+    """Of another AdamW, after one step."""
+    other = copy.deepcopy(model)
+    optimizer = AdamW(other.parameters())
+    train(other, optimizer, 1)
+    return optimizer.state_dict()
+
+
+EDITS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+    "weights": (lambda m, o: m[0].weight.detach().mul_(1.001), "'0.weight': it was changed in"),
+    "a clamp": (lambda m, o: m[3].bias.detach().clamp_(max=0.01), "'3.bias': it was changed in"),
+    "the model loaded": (lambda m, o: m.load_state_dict(m.state_dict()), "it was changed in"),
+    "second moments": (
+        lambda m, o: o.state[m[0].weight]["exp_avg_sq"].mul_(1.01),
+        r"'0.weight': what the optimizer remembers of it \(exp_avg_sq\) was changed",
+    ),
+    "a count": (
+        lambda m, o: o.state[m[2].bias]["step"].add_(1),
+        r"'2.bias': what the optimizer remembers of it \(step\) was changed",
+    ),
+    "a count replaced": (
+        lambda m, o: o.state[m[2].bias].update(step=torch.tensor(3.0)),
+        r"remembers of it \(step\) was changed",
+    ),
+    "the optimizer loaded": (
+        lambda m, o: o.load_state_dict(fresh_state(m)),
+        r"remembers of it \(step, exp_avg, exp_avg_sq\) was changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_changed_by_hand_between_two_updates_is_found_before_the_next(
+    edit: str, fused: bool, tmp_path: Path
+) -> None:
+    change, said = EDITS[edit]
+    model = network()
+    optimizer = AdamW(model.parameters(), fused=fused)
+    with (
+        pytest.raises(df.AuditError, match=said) as raised,
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        train(model, optimizer, 9)
+        change(model, optimizer)
+        train(model, optimizer, 20, start=9)
+    assert "between its update of step 8 and that of step 9" in str(raised.value)
+    memory = df.Memory.open(tmp_path / "run")
+    assert not memory.exact  # its last weights are not those that it explains
+    assert memory.steps == 9
+    assert any("changed" in remark for remark in memory.remarks)
+
+
+def test_with_warnings_only_an_edit_makes_the_memory_inexact(tmp_path: Path) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    with df.record(model, optimizer, tmp_path / "run", audit="warn"):
+        train(model, optimizer, 9)
+        model[0].weight.detach().mul_(1.001)
+        with pytest.warns(UserWarning, match="this run is not exact.*changed in place between"):
+            train(model, optimizer, 20, start=9)
+    memory = df.Memory.open(tmp_path / "run")
+    assert not memory.exact
+    assert memory.steps == 29
+    assert len([r for r in memory.remarks if "changed in place" in r]) == 1
+
+
+def test_weights_loaded_after_recording_began_are_found_at_the_first_update(tmp_path: Path) -> None:
+    model, other = network(), network()
+    optimizer = AdamW(model.parameters())
+    with (
+        pytest.raises(df.AuditError, match="changed in place between recording began and"),
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        model.load_state_dict(other.state_dict())
+        train(model, optimizer, 1)
+
+
+@each_kind
+def test_what_changes_no_weight_is_no_edit(kind: str, tmp_path: Path) -> None:
+    """Evaluating, averaging, schedules, saving, freezing, an optimizer's memory emptied."""
+    model = network()
+    optimizer = KINDS[kind](model.parameters())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
+    with df.record(model, optimizer, tmp_path / "run"):
+        for start in range(0, 12, 2):
+            train(model, optimizer, 2, start=start)
+            averaged.update_parameters(model)
+            schedule.step()
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer.load_state_dict(saved[1])  # the same again
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(3, 5))
+            model.train()
+            model[0].weight.requires_grad_(start == 4)
+            optimizer.zero_grad(set_to_none=False)
+        if "Adagrad" not in kind:  # it has its sums from the beginning
+            optimizer.state.clear()
+        train(model, optimizer, 2, start=20)
+    assert_rebuilt(model, tmp_path / "run")
+
+
+def test_weights_edited_through_data_are_found_by_verify(tmp_path: Path) -> None:
     model = network()
     optimizer = AdamW(model.parameters())
     with df.record(model, optimizer, tmp_path / "run"):

@@ -49,6 +49,13 @@ class Findings:
             raise AuditError(message + STOPPED)
         self.not_exact(message)
 
+    def changed_by_hand(self, step: int, watched: Watched, reason: str) -> None:
+        """Found before the next update; but weights or state are not the last one's any more."""
+        message = f"step {step}, parameter {watched.name!r}: {reason}"
+        self.not_exact(message)
+        if self._strict:
+            raise AuditError(message + STOPPED)
+
     def unexplained_weights(self, step: int, watched: Watched, reason: str) -> None:
         message = f"step {step}, parameter {watched.name!r}: {reason}"
         if watched.coverage == "untrained":

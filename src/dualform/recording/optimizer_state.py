@@ -9,8 +9,9 @@ Along a random direction such a rule cannot be followed, as the audit follows SG
 by entry. Instead, wherever a state is kept, the one step after it is predicted, entry by entry, in
 float64, from the state, the gradient and the settings as logged, for some rows (all of them the
 first time, then others in turn), and compared with the weights. That finds an optimizer that does
-something else, settings that were misread, weights that were edited in that step. An edit of the
-weights between other steps is found by `verify`, which replays all of them.
+something else, settings that were misread, weights that were edited in that step. An edit between
+two updates is found by torch's own counters (`edits.py`); one that has no counter (`.data`) by
+`verify`, which replays all steps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 
 from dualform.learning_rules import Settings, State, adaptive_rule_of
 from dualform.memory.states import WEIGHTS
+from dualform.recording.edits import Edits
 from dualform.recording.parameters import Watched
 
 MIN_EVERY = 16
@@ -78,15 +80,19 @@ class Before:
 class OptimizerStates:
     """Which optimizer's state was kept when; the states waiting for their update to be made.
 
-    `collected` says how many bytes have been recorded so far.
+    `collected` says how many bytes have been recorded so far; `edited` hears of what was changed by
+    hand since the last update.
     """
 
     share: float
     collected: Callable[[], int]
+    edits: Edits
+    edited: Callable[[int, Watched, str], None]
     _last: dict[int, tuple[int, int]] = field(default_factory=dict)  # by optimizer: step, bytes
     _known: set[str] = field(default_factory=set)  # parameters looked at since recording began
     _turn: int = 0
     _waiting: dict[str, Before] = field(default_factory=dict)
+    _moving: tuple[Optimizer, int] | None = None
 
     def before(
         self,
@@ -96,7 +102,12 @@ class OptimizerStates:
         step: int,
     ) -> None:
         """An optimizer is about to move: keep its state if that is due."""
-        self._waiting = {}
+        self._waiting, self._moving = {}, (optimizer, step)
+        for move in moves:
+            if move.watched.rule is not None:
+                changed = self.edits.found(optimizer, move.watched, step)
+                if changed is not None:
+                    self.edited(step, move.watched, changed)
         due = self._is_due(optimizer, moves, step)
         for move in moves:
             watched = move.watched
@@ -156,6 +167,8 @@ class OptimizerStates:
     ) -> dict[str, Tensor]:
         """The optimizer has moved: what is to be kept with this step, by name."""
         waiting, self._waiting = self._waiting, {}
+        if self._moving is not None:
+            self.edits.note(self._moving[0], moves, self._moving[1])
         kept: dict[str, Tensor] = {}
         for move in moves:
             before = waiting.get(move.watched.name)

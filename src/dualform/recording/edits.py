@@ -1,0 +1,91 @@
+"""Was anything changed by hand between two updates? Asked of torch's own counters.
+
+Every tensor counts how often it was changed in place. What the counters of a parameter, and of all
+that an adaptive optimizer remembers of it, say at the end of one update, they must still say when
+the next one begins. That costs a few comparisons of integers per parameter, and finds an edit, a
+clamp or a `load_state_dict` in the middle of a run before the optimizer has moved on from it.
+
+Why it is not all: an edit through `parameter.data` has no counter. And a tensor that was changed
+and put back counts as changed: nothing is left to compare it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.recording.parameters import Watched, parameters_of
+
+Remembered = tuple[str, object, int]
+Counters = tuple[int, list[Remembered]]
+"""A parameter's counter; each thing that is remembered of it, and its counter."""
+
+
+class Moved(Protocol):
+    """What is asked of an update: of which parameter."""
+
+    @property
+    def watched(self) -> Watched: ...
+
+
+class Edits:
+    """The counters of every parameter as its last update, or the beginning, left them."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], watched: Sequence[Watched]) -> None:
+        self._known: dict[str, tuple[int | None, Counters]] = {}
+        owners = {id(p): o for o in optimizers for p in parameters_of(o)}
+        for one in watched:
+            if one.rule is not None:
+                self._known[one.name] = None, _counters(owners[id(one.parameter)], one)
+
+    def found(self, optimizer: Optimizer, watched: Watched, step: int) -> str | None:
+        """What was changed since a parameter's last update, in a sentence; None if nothing was."""
+        last, (version, remembered) = self._known.get(watched.name, (None, (-1, [])))
+        now, state = _counters(optimizer, watched)
+        since = "recording began" if last is None else f"its update of step {last}"
+        if now != version and version >= 0:
+            return (
+                f"it was changed in place between {since} and that of step {step}: an edit, "
+                "a clamp, a load_state_dict. No pattern wrote that. (Weights that were exchanged "
+                "and put back count as changed, too: exchange a copy of the model.)"
+            )
+        if not state:
+            return None  # all is forgotten: the step counts as the first of a new optimizer
+        if len(state) == len(remembered) and all(map(_is_same, state, remembered)):
+            return None
+        before = {entry[0]: entry for entry in remembered}
+        changed = [e[0] for e in state if e[0] not in before or not _is_same(e, before[e[0]])]
+        return (
+            f"what the optimizer remembers of it ({', '.join(changed or before)}) was changed "
+            f"between {since} and that of step {step}. No pattern wrote that. Change settings in "
+            "param_groups; start with a new optimizer, or resume, to change what is remembered."
+        )
+
+    def note(self, optimizer: Optimizer, moves: Sequence[Moved], step: int) -> None:
+        """An update was made: what it left counts."""
+        for move in moves:
+            if move.watched.rule is not None:
+                self._known[move.watched.name] = step, _counters(optimizer, move.watched)
+
+
+def _is_same(now: Remembered, before: Remembered) -> bool:
+    """Whether a thing was not touched, or is another one with the same numbers (loaded again)."""
+    if now[1] is before[1]:
+        return now[2] == before[2]
+    one, other = now[1], before[1]
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    return other._version == before[2] and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _counters(optimizer: Optimizer, watched: Watched) -> Counters:
+    parameter = watched.parameter
+    state = optimizer.state.get(parameter)
+    return parameter._version, [
+        (name, value, value._version if isinstance(value, Tensor) else 0)
+        for name, value in (state.items() if state else ())
+    ]
