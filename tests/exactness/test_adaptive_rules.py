@@ -87,6 +87,11 @@ OPTIONS: dict[str, tuple[type, dict[str, Any]]] = {
     "AdamW, fused": (AdamW, {"fused": True, "lr": 3e-3}),
     "AdamW, learning rate as a tensor": (AdamW, {"lr": torch.tensor(3e-3), "foreach": False}),
     "AdamW, learning rate zero": (AdamW, {"lr": 0.0}),
+    "AdamW, fused, learning rate as a tensor": (
+        AdamW,
+        {"lr": torch.tensor(3e-3), "weight_decay": 0.1, "fused": True},
+    ),
+    "Adam, fused, learning rate as a tensor": (Adam, {"lr": torch.tensor(3e-3), "fused": True}),
     "Adam, learning rate as a tensor": (Adam, {"lr": torch.tensor(3e-3), "foreach": False}),
     "NAdam": (NAdam, {}),
     "NAdam, coupled decay": (NAdam, {"weight_decay": 0.1, "momentum_decay": 0.01}),

@@ -46,7 +46,7 @@ class Adam(AdaptiveRule):
             *read_shared(group),
             float(group["amsgrad"]),
             float(group["maximize"]),
-            is_single(group["lr"]),
+            0.0 if group.get("fused") else is_single(group["lr"]),  # its kernel widens the number
         )
 
     def advance(
