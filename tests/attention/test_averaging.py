@@ -104,3 +104,28 @@ def test_sums_kept_now_and_then_have_no_average(tmp_path: Path) -> None:
     dual = df.DualForm(model, tmp_path / "run").averaged(0.9)
     with pytest.raises(df.QueryError, match="its average over steps is not known"):
         dual.weights()
+
+
+@pytest.mark.parametrize(("start", "every"), [(1, 1), (11, 4), (5, 1000)])
+def test_buffers_are_those_of_the_last_time_the_average_was_kept(
+    tmp_path: Path, start: int, every: int
+) -> None:
+    torch.manual_seed(4)
+    first = nn.Linear(5, 8, bias=False)  # before a norm a bias is moved by rounding alone
+    model = nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    with df.record(model, optimizer, tmp_path / "run"):
+        for step in range(1, STEPS + 1):
+            model(torch.randn(6, 5).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= start and (step - start) % every == 0:
+                average.update_parameters(model)
+    view = df.DualForm(model, tmp_path / "run").averaged(0.9, start=start, every=every)
+    twin = view.to_model()
+    for mine, theirs in zip(twin.buffers(), average.module.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    inputs = torch.randn(2, 5).double()
+    with torch.no_grad():
+        assert (view(inputs) - average.module.eval()(inputs)).abs().max() <= 1e-12

@@ -28,6 +28,10 @@ class Averaging:
     start: int
     every: int
 
+    def last(self, at: int) -> int:
+        """After how many updates the average was last kept: its buffers are the model's of then."""
+        return at - (at - self.start) % self.every
+
     def weights(self, at: int) -> NDArray[np.float64]:
         """w_s for the weights after s updates, s = 0 … at: they add up to 1."""
         calls = np.arange(self.start, at + 1, self.every)

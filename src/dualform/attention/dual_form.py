@@ -243,7 +243,8 @@ class DualForm:
         """The network whose weights are an average over training, as `AveragedModel` keeps it.
 
         By `decay`, exponential: E ← decay · E + (1 − decay) · W; without, the mean. Kept after
-        `start` updates, and then `every` so many.
+        `start` updates, and then `every` so many. Buffers are those of the last time it was kept,
+        copied, not averaged (`use_buffers=False`, torch's default).
 
         Example:
             >>> dual.averaged(decay=0.999).contribute(images[:1], target=7)  # doctest: +SKIP

@@ -159,8 +159,9 @@ def tensors_of(view: View) -> dict[str, Tensor]:
     """
     parameters, memory = view.memory.parameters, view.memory
     state = {n: w.to(parameters[n].dtype, copy=True) for n, w in view.weights.items()}
+    at = view.at if view.averaging is None else view.averaging.last(view.at)
     for name in memory.buffers:
-        state[name] = memory.buffer(name, view.at).clone()
+        state[name] = memory.buffer(name, at).clone()
     return state
 
 
