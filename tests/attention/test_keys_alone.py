@@ -51,7 +51,8 @@ def test_it_is_still_exact_wherever_the_sums_were_kept(
         for name, weight in run.dual.at(step).weights().items():
             assert difference(weight, run.history[step][name]) < 1e-12
     with pytest.raises(
-        df.QueryError, match=r"step 13 is not among them, the nearest are \[7, 14\]"
+        df.QueryError,
+        match=r"step 13 is not among them, the nearest are \[7, 14\]. .*signals of 'fc\d' too",
     ):
         run.dual.at(13).weights()
     twin = run.dual.to_model()

@@ -207,9 +207,19 @@ class Memory:
             raise QueryError(
                 f"{parameter!r} is accounted for in accumulated form, which is kept only now and "
                 f"then: step {at} is not among them, the nearest are {near}. Ask for one of "
-                "those, or record with a larger step_budget to keep every step"
+                f"those, or record {self._closer(parameter)}"
             )
         return kept[at].file.tensor(f"learned/{parameter}", known.shape, torch.float64)
+
+    def _closer(self, parameter: str) -> str:
+        """With what every step of an accumulated parameter would have been kept."""
+        layers = (self.layer(name) for name in self.layers)
+        users = [la.name for la in layers if parameter in (la.weight, la.bias)]
+        if any(not self.layer(name).has_error_signals for name in users):
+            return (
+                f"the error signals of {users[0]!r} too; a smaller snapshot_every keeps more steps"
+            )
+        return "with a larger step_budget to keep every step"
 
     def _summed(self, parameter: str, at: int) -> Tensor:
         """The learned part from the gradients kept step by step."""
