@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -434,19 +435,62 @@ def test_weights_of_no_step_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_parameters_given_to_an_adaptive_optimizer_later_are_refused_by_name(
-    tmp_path: Path,
+@pytest.mark.parametrize("reset", [True, False], ids=["reset before", "carried over"])
+@each_kind
+def test_parameters_may_be_given_to_an_adaptive_optimizer_later(
+    kind: str, reset: bool, tmp_path: Path
 ) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = AdamW(model[0].parameters(), lr=1e-3)
+    """Layer by layer: each has its own count, from its first update on."""
+    torch.set_num_threads(1)
+    plain, model = network(torch.float64), network(torch.float64)
+    for net, path in ((plain, None), (model, tmp_path / "run")):
+        optimizer = KINDS[kind](net[3].parameters())
+        with nullcontext() if path is None else df.record(net, optimizer, path):
+            train(net, optimizer, 20)
+            if reset:
+                net.zero_grad()
+            optimizer.add_param_group({"params": [*net[0].parameters(), *net[2].parameters()]})
+            train(net, optimizer, 20, start=20)
+    for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    memory = assert_rebuilt(model, tmp_path / "run")
+    dual = df.DualForm(model, memory)
+    rebuilt = dual.weights(dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        assert (rebuilt[name] - parameter.detach()).abs().max() <= 1e-12, name
+    begun = dual.at(20).weights(dtype=torch.float64)
+    assert torch.equal(begun["0.weight"], memory.initial("0.weight"))
+    assert abs(dual.contribute(torch.randn(1, 5).double(), target=1).residual) <= 1e-12
+
+
+def test_a_parameter_does_not_change_its_rule(tmp_path: Path) -> None:
+    model = network()
+    one, other = SGD(model[0].parameters(), lr=0.1), AdamW(model[3].parameters())
     with (
-        pytest.raises(df.RecordingError, match=r"'2.weight' was given to the AdamW after"),
-        df.record(model, optimizer, tmp_path / "run"),
+        pytest.raises(df.RecordingError, match=r"'0.weight' was trained by SGD and is now given"),
+        df.record(model, [one, other], tmp_path / "run"),
     ):
         for step in range(3):
             if step == 2:
-                optimizer.add_param_group({"params": list(model[2].parameters())})
-            model(torch.randn(5, 6)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                one.param_groups.clear()
+                other.add_param_group({"params": list(model[0].parameters())})
+            model(torch.randn(6, 5)).square().mean().backward()
+            for optimizer in (other, one):
+                optimizer.step()
+                optimizer.zero_grad()
     assert df.Memory.open(tmp_path / "run").steps == 2
+
+
+def test_an_adaptive_optimizer_may_sit_out_whole_segments(tmp_path: Path) -> None:
+    model = network(torch.float64)
+    often, seldom = SGD(model[0].parameters(), lr=0.05), AdamW(model[3].parameters(), lr=3e-3)
+    with df.record(model, [often, seldom], tmp_path / "run", segment_bytes=3000):
+        for step in range(40):
+            model(torch.randn(6, 5).double()).square().mean().backward()
+            (seldom if step % 20 == 19 else often).step()
+            model.zero_grad()
+    memory = assert_rebuilt(model, tmp_path / "run")
+    assert int(memory.adaptive_log("3.weight").applied.sum()) == 2
+    rebuilt = df.DualForm(model, memory).weights(dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        assert (rebuilt[name] - parameter.detach()).abs().max() <= 1e-12, name

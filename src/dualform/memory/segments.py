@@ -224,7 +224,9 @@ class Segment:
         applied = columns["applied"].astype(bool)
         group = np.where(applied, columns["group"], 0)
         first = np.where(applied, columns["first"], 0)
-        if known.ndim != 3 or len(known) != self.steps or known.shape[2] < settings:
+        if known.ndim != 3 or len(known) != self.steps:
+            raise self._wrong(f"its log of hyper-parameters has shape {known.shape}")
+        if known.shape[2] < settings and applied.any():
             raise self._wrong(f"its log of hyper-parameters has shape {known.shape}")
         if ((group < 0) | (group >= known.shape[1])).any():
             raise self._wrong("its log names a parameter group that is not there")
@@ -232,5 +234,7 @@ class Segment:
             raise self._wrong("its log gives patterns a part in a step that was not recorded")
         if ((first < 0) | (first > np.arange(self.first_step, self.end))).any():
             raise self._wrong("its log takes patterns from steps that were still to come")
-        of_step = known[np.arange(self.steps), group, :settings]
+        of_step = np.full((self.steps, settings), np.nan)
+        width = min(settings, known.shape[2])  # its rule may have more, where it sat all steps out
+        of_step[:, :width] = known[np.arange(self.steps), group, :width]
         return columns | {"settings": of_step}

@@ -52,6 +52,17 @@ class Watched:
         """Whether it is of a layer whose keys are kept without error signals."""
         return bool(self.layers) and not self.resolved and not self.by_steps
 
+    def join(self, rule: AdaptiveRule) -> None:
+        """It was given to an adaptive optimizer after recording began; before, nothing moved it."""
+        if self.coverage != "untrained":
+            raise RecordingError(
+                f"parameter {self.name!r} was trained by SGD and is now given to an optimizer of "
+                f"the rule {rule.name!r}: one memory holds one rule per parameter. End the "
+                "recording, and record what follows into a new path"
+            )
+        refuse_16_bits(self.name, self.parameter, rule)
+        self.rule = rule
+
     def describe(self, accumulated_since: int | None) -> dict[str, Any]:
         """The manifest's entry."""
         return {

@@ -124,12 +124,7 @@ class Steps:
             for parameter in group["params"]:
                 watched = self._parameters.of(parameter)
                 if watched.rule is None and adaptive is not None:
-                    raise RecordingError(
-                        f"parameter {watched.name!r} was given to the {type(optimizer).__name__} "
-                        "after recording began, which cannot be accounted for under this rule. "
-                        "Give it all its parameters before (frozen ones may be among them), or end "
-                        "the recording and go on with resume=True"
-                    )
+                    watched.join(adaptive)
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad)
         explain(reading, self._parameters.audits, self.step, self._findings)
