@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 STATE_KEPT = 16  # the first step at which a state is kept, and so known bit by bit
 WHERE = {"at a flush": 23, "between fingerprints": 37, "at a kept state": STATE_KEPT}
-STEPS = 60
+STEPS = 50
 
 
 @pytest.fixture(autouse=True)
@@ -93,14 +93,21 @@ def assert_refused(model: nn.Module, optimizer: Optimizer, path: Path, match: st
     assert df.Memory.open(path).steps == STEPS
 
 
+BIT_BY_BIT = ("AdamW", "Adam, coupled, amsgrad")  # the second keeps weights as well
+
+
 @pytest.mark.parametrize(
-    ("where", "dtype"),
-    [*((where, torch.float32) for where in WHERE), ("between fingerprints", torch.float64)],
+    ("where", "dtype", "kind"),
+    [
+        *(("at a flush", torch.float32, kind) for kind in KINDS),
+        *(("between fingerprints", torch.float32, kind) for kind in KINDS),
+        *(("between fingerprints", torch.float64, kind) for kind in KINDS),
+        *(("at a kept state", torch.float32, kind) for kind in BIT_BY_BIT),
+    ],
     ids=str,
 )
-@each_kind
 def test_a_changed_checkpoint_is_refused_by_what_was_changed(
-    where: str, kind: str, dtype: torch.dtype, tmp_path: Path
+    where: str, dtype: torch.dtype, kind: str, tmp_path: Path
 ) -> None:
     at, path = WHERE[where], tmp_path / "run"
     saved = recorded(kind, dtype, path, at, flush=where == "at a flush")

@@ -45,7 +45,7 @@ def initial(
     resolved = bool(replay.gradients.writers)
     if resolved and buffer is None and not replay.couples and average is None:
         return Initial(replay.shrunk * begun, None, None)
-    way = Factors(replay, average)
+    way = Factors(replay, average, gradients=not resolved)
     by_steps = None if resolved else torch.zeros(replay.shape, dtype=torch.float64)
     for done, factor, number in way:
         if by_steps is not None:
@@ -102,18 +102,21 @@ class Factors:
 
     A tensor, valid until the next is asked for, and a number to be multiplied with it. Once all
     were asked for, `weights` and `momentum` say how much of W_0 and m_0 is. With `average`
-    [at + 1] all of it is of Σ_s average[s] W_s instead of W.
+    [at + 1] all of it is of Σ_s average[s] W_s instead of W. Updates come with their gradient only
+    if that is asked for: half as much is then held at once, and more of it replayed twice.
     """
 
-    def __init__(self, replay: Replay, average: engine.Reals | None = None) -> None:
-        self._replay, self._average = replay, average
+    def __init__(
+        self, replay: Replay, average: engine.Reals | None = None, *, gradients: bool = False
+    ) -> None:
+        self._replay, self._average, self._gradients = replay, average, gradients
         share = 1.0 if average is None else 0.0
         self.weights = torch.full(replay.shape, share, dtype=torch.float64)
         self.momentum = torch.zeros(replay.shape, dtype=torch.float64)
         self._entered = replay.at + 1
 
     def __iter__(self) -> Iterator[tuple[Taken, Tensor, float]]:
-        for done in self._replay.backward():
+        for done in self._replay.backward(gradients=self._gradients):
             self._enter(done.step + 1)
             factor, number = done.rule.back(self.weights, self.momentum)
             yield done, factor, number

@@ -13,7 +13,7 @@ Rounding stays as small as it was in training, since every kept state is a fresh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -126,7 +126,8 @@ class StepGradients:
 class Taken:
     """One step as it was replayed: what it did, by which gradient; what is remembered after it.
 
-    `state` is valid until the next step is asked for.
+    `state` is valid until the next step is asked for. `gradient` is empty on the way back, unless
+    it was asked for.
     """
 
     step: int
@@ -166,10 +167,10 @@ class Replay:
         for start, stop in self._stretches():
             yield from self._run(self._begin(start), start, stop)
 
-    def backward(self) -> Iterator[Taken]:
-        """Every update, from the last to the first."""
+    def backward(self, *, gradients: bool = False) -> Iterator[Taken]:
+        """Every update, from the last to the first; with its gradient if that is needed."""
         for start, stop in reversed(list(self._stretches())):
-            yield from self._back(self._begin(start), start, stop)
+            yield from self._back(self._begin(start), start, stop, gradients)
 
     def _stretches(self) -> Iterator[tuple[int, int]]:
         stops = [s for s in self.kept if s > 0]
@@ -183,22 +184,23 @@ class Replay:
             return {WEIGHTS: self._memory.initial(self.name).double()}
         return None
 
-    def _back(self, state: State | None, start: int, stop: int) -> Iterator[Taken]:
-        if stop - start <= self._at_once:
-            taken = list(self._run(state, start, stop))
+    def _back(self, state: State | None, start: int, stop: int, gradients: bool) -> Iterator[Taken]:
+        if stop - start <= self._at_once(gradients):
+            empty = torch.empty(0, dtype=torch.float64)
+            run = self._run(state, start, stop)
+            taken = [done if gradients else replace(done, gradient=empty) for done in run]
             while taken:
                 yield taken.pop()
             return
         middle, at_middle = (start + stop) // 2, _copy(state)
         for done in self._run(at_middle, start, middle):
             at_middle = done.state
-        yield from self._back(_copy(at_middle), middle, stop)
-        yield from self._back(state, start, middle)
+        yield from self._back(_copy(at_middle), middle, stop, gradients)
+        yield from self._back(state, start, middle, gradients)
 
-    @property
-    def _at_once(self) -> int:
-        """How many steps may be held: each has its gradient and its scale."""
-        return max(1, HELD // max(1, 2 * 8 * torch.Size(self.shape).numel()))
+    def _at_once(self, gradients: bool) -> int:
+        """How many steps may be held: each has its scale, and may have its gradient."""
+        return max(1, HELD // max(1, (1 + gradients) * 8 * torch.Size(self.shape).numel()))
 
     def _run(self, state: State | None, start: int, stop: int) -> Iterator[Taken]:
         """The updates from one step to another; `state` is taken over and changed."""
