@@ -97,6 +97,7 @@ OPTIONS: dict[str, tuple[type, dict[str, Any]]] = {
     "NAdam, coupled decay": (NAdam, {"weight_decay": 0.1, "momentum_decay": 0.01}),
     "NAdam, decoupled decay": (NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "NAdam, maximize, foreach": (NAdam, {"maximize": True, "foreach": True}),
+    "RMSprop, coupled decay": (RMSprop, {"weight_decay": 0.1}),
     "RMSprop": (RMSprop, {"lr": 1e-3}),
     "RMSprop, momentum": (RMSprop, {"lr": 1e-3, "momentum": 0.9}),
     "RMSprop, centred": (RMSprop, {"lr": 1e-3, "centered": True}),

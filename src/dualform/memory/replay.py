@@ -226,10 +226,8 @@ class Replay:
 
     def _move(self, state: State, taken: Elementwise, gradient: Tensor) -> None:
         """The weights themselves, where they enter the next gradient by coupled decay."""
-        weights, momentum = state[WEIGHTS], self.log.rule.momentum
-        taken.move(
-            weights, torch.zeros_like(weights) if momentum is None else state[momentum], gradient
-        )
+        weights, momentum = state[WEIGHTS], state.get(self.log.rule.momentum or "")
+        taken.move(weights, torch.zeros_like(weights) if momentum is None else momentum, gradient)
 
 
 def _copy(state: State | None) -> State | None:
