@@ -250,3 +250,45 @@ def test_two_optimizers_of_different_rules_are_both_compared(tmp_path: Path) -> 
         assert recorder.steps == 20
         steps(model, optimizers, 20, 40)
     assert df.DualForm(model, path).verify().passed
+
+
+def test_a_frozen_parameter_is_compared_with_how_it_began(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+
+    def both() -> tuple[nn.Sequential, Optimizer]:
+        model = network()
+        model[0].weight.requires_grad_(False)
+        return model, AdamW(model.parameters(), lr=3e-3)
+
+    model, optimizer = both()
+    with df.record(model, optimizer, path):
+        train(model, optimizer, 37)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, STEPS - 37, start=37)
+    for edited in (True, False):
+        model, optimizer = both()
+        model.load_state_dict(copy.deepcopy(saved[0]))
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        if edited:
+            model[0].weight.detach()[2, 3] += 1e-4
+            assert_refused(model, optimizer, path, "nearest is step 37, where '0.weight' does not")
+    with df.record(model, optimizer, path, resume=True) as recorder:
+        assert recorder.steps == 37
+
+
+def test_steps_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    """Weights that hardly move, and a new optimizer, whose count says nothing."""
+    path = tmp_path / "run"
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 3))
+    optimizer = Adam(model.parameters(), lr=2e-8)
+    with df.record(model, optimizer, path):
+        train(model, optimizer, 30)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, STEPS - 30, start=30)
+    model.load_state_dict(saved[0])
+    optimizer = Adam(model.parameters(), lr=2e-8)
+    assert_refused(model, optimizer, path, r"could be those of any of the steps .*flush\(\)")
+    optimizer.load_state_dict(saved[1])
+    with df.record(model, optimizer, path, resume=True) as recorder:
+        assert recorder.steps == 30

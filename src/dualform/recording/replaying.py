@@ -59,18 +59,21 @@ def find_by_replay(
 
 
 def _narrowed(memory: Memory, replayed: Sequence[Target]) -> NDArray[np.int64]:
-    """The steps that the weights could be of: by one parameter, or by several, and by counts.
+    """The steps that the weights could be of: by counts, by one parameter, or by several.
 
-    Of steps between which no weight moved at all, the last.
+    An update that is less than a rounding may have been lost, at every step. Of steps between which
+    no weight moved at all, the last.
     """
-    steps, stayed = np.arange(memory.steps + 1), True
+    steps: NDArray[np.int64] = np.arange(memory.steps + 1)
+    stayed = True
     for target in replayed:
         distances, counts = _distances(memory, target)
-        least = max(float(distances[steps].min()), target.exact)
-        steps = steps[distances[steps] <= CLEARLY * least]
         if target.remembered:
             counted = steps[counts[steps] == float(target.remembered["step"])]
             steps = counted if len(counted) else steps
+        clearly = CLEARLY * max(float(distances[steps].min()), target.exact)
+        lost = target.audit.eps * target.size * (1 + steps)
+        steps = steps[distances[steps] <= np.maximum(clearly, lost)]
         if len(steps) == 1:
             return steps
         stayed = stayed and not bool(np.ptp(distances[steps]))
@@ -106,6 +109,8 @@ def _compared(
         found += [d for d in (at_print(memory, t, seen) for t in targets) if d]
         return Found(step, found)
     found = [d for t in targets if t.can_be_replayed for d in by_replay(memory, t, step)]
+    untrained = [t for t in targets if memory.parameters[t.name].coverage == "untrained"]
+    found += [d for d in (weights_at_print(t, prints[0]) for t in untrained) if d]
     for start, end in itertools.pairwise(prints):
         if start.step < step < end.step:
             for target in (t for t in targets if t.log is not None):
