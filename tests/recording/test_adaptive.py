@@ -107,7 +107,10 @@ def fresh_state(model: nn.Module) -> dict[str, Any]:
 EDITS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "weights": (lambda m, o: m[0].weight.detach().mul_(1.001), "'0.weight': it was changed in"),
     "a clamp": (lambda m, o: m[3].bias.detach().clamp_(max=0.01), "'3.bias': it was changed in"),
-    "the model loaded": (lambda m, o: m.load_state_dict(m.state_dict()), "it was changed in"),
+    "another model loaded": (
+        lambda m, o: m.load_state_dict({n: 1.01 * t for n, t in m.state_dict().items()}),
+        "it was changed in",
+    ),
     "second moments": (
         lambda m, o: o.state[m[0].weight]["exp_avg_sq"].mul_(1.01),
         r"'0.weight': what the optimizer remembers of it \(exp_avg_sq\) was changed",
@@ -170,13 +173,13 @@ def test_weights_loaded_after_recording_began_are_found_at_the_first_update(tmp_
         pytest.raises(df.AuditError, match="changed in place between recording began and"),
         df.record(model, optimizer, tmp_path / "run"),
     ):
-        model.load_state_dict(other.state_dict())
+        model.load_state_dict({n: 1.01 * t for n, t in other.state_dict().items()})
         train(model, optimizer, 1)
 
 
 @each_kind
 def test_what_changes_no_weight_is_no_edit(kind: str, tmp_path: Path) -> None:
-    """Evaluating, averaging, schedules, saving, freezing, an optimizer's memory emptied."""
+    """Evaluating, averaging, exchanging, schedules, saving, freezing, a state emptied."""
     model = network()
     optimizer = KINDS[kind](model.parameters())
     averaged = torch.optim.swa_utils.AveragedModel(model)
@@ -188,10 +191,12 @@ def test_what_changes_no_weight_is_no_edit(kind: str, tmp_path: Path) -> None:
             schedule.step()
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
             optimizer.load_state_dict(saved[1])  # the same again
+            model.load_state_dict(averaged.module.state_dict())  # exchanged for an evaluation ...
             model.eval()
             with torch.no_grad():
                 model(torch.randn(3, 5))
             model.train()
+            model.load_state_dict(saved[0])  # ... and put back
             model[0].weight.requires_grad_(start == 4)
             optimizer.zero_grad(set_to_none=False)
         if "Adagrad" not in kind:  # it has its sums from the beginning

@@ -5,14 +5,17 @@ that an adaptive optimizer remembers of it, say at the end of one update, they m
 the next one begins. That costs a few comparisons of integers per parameter, and finds an edit, a
 clamp or a `load_state_dict` in the middle of a run before the optimizer has moved on from it.
 
-Why it is not all: an edit through `parameter.data` has no counter. And a tensor that was changed
-and put back counts as changed: nothing is left to compare it with.
+Weights may be exchanged and put back in between (averaged ones, for an evaluation). So where a
+counter of weights has moved, some of their entries decide: they must be what they were, to the bit.
+
+Why it is not all: an edit through `parameter.data` has no counter, and one that left those entries
+alone passes, too. `verify` finds either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +23,18 @@ from torch.optim import Optimizer
 
 from dualform.recording.parameters import Watched, parameters_of
 
+SOME = 64
+"""How many entries of a parameter are looked at where its counter has moved."""
+
 Remembered = tuple[str, object, int]
-Counters = tuple[int, list[Remembered]]
-"""A parameter's counter; each thing that is remembered of it, and its counter."""
+
+
+class Counters(NamedTuple):
+    """A parameter's counter, some of its entries; what is remembered of it, each with a counter."""
+
+    version: int
+    entries: Tensor
+    remembered: list[Remembered]
 
 
 class Moved(Protocol):
@@ -44,23 +56,23 @@ class Edits:
 
     def found(self, optimizer: Optimizer, watched: Watched, step: int) -> str | None:
         """What was changed since a parameter's last update, in a sentence; None if nothing was."""
-        last, (version, remembered) = self._known.get(watched.name, (None, (-1, [])))
-        now, state = _counters(optimizer, watched)
+        last, before = self._known.get(watched.name, (None, None))
         since = "recording began" if last is None else f"its update of step {last}"
-        if now != version and version >= 0:
+        if before is not None and not _is_as_it_was(watched.parameter, before):
             return (
                 f"it was changed in place between {since} and that of step {step}: an edit, "
-                "a clamp, a load_state_dict. No pattern wrote that. (Weights that were exchanged "
-                "and put back count as changed, too: exchange a copy of the model.)"
+                "a clamp, a load_state_dict. No pattern wrote that."
             )
+        state = _remembered(optimizer, watched)
+        remembered = [] if before is None else before.remembered
         if not state:
             return None  # all is forgotten: the step counts as the first of a new optimizer
         if len(state) == len(remembered) and all(map(_is_same, state, remembered)):
             return None
-        before = {entry[0]: entry for entry in remembered}
-        changed = [e[0] for e in state if e[0] not in before or not _is_same(e, before[e[0]])]
+        named = {entry[0]: entry for entry in remembered}
+        changed = [e[0] for e in state if e[0] not in named or not _is_same(e, named[e[0]])]
         return (
-            f"what the optimizer remembers of it ({', '.join(changed or before)}) was changed "
+            f"what the optimizer remembers of it ({', '.join(changed or named)}) was changed "
             f"between {since} and that of step {step}. No pattern wrote that. Change settings in "
             "param_groups; start with a new optimizer, or resume, to change what is remembered."
         )
@@ -84,8 +96,26 @@ def _is_same(now: Remembered, before: Remembered) -> bool:
 
 def _counters(optimizer: Optimizer, watched: Watched) -> Counters:
     parameter = watched.parameter
-    state = optimizer.state.get(parameter)
-    return parameter._version, [
+    entries = _some(parameter).clone()
+    return Counters(parameter._version, entries, _remembered(optimizer, watched))
+
+
+def _remembered(optimizer: Optimizer, watched: Watched) -> list[Remembered]:
+    state = optimizer.state.get(watched.parameter)
+    return [
         (name, value, value._version if isinstance(value, Tensor) else 0)
         for name, value in (state.items() if state else ())
     ]
+
+
+def _some(parameter: Tensor) -> Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, flat.shape[0] // SOME)]
+
+
+def _is_as_it_was(parameter: Tensor, before: Counters) -> bool:
+    """Whether weights were not touched, or, as far as some of them tell, were put back."""
+    if parameter._version == before.version:
+        return True
+    entries = _some(parameter)
+    return entries.shape == before.entries.shape and torch.equal(entries, before.entries)
