@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -199,10 +200,11 @@ def perform_all(jobs: Sequence[Job], workers: int, again: bool = False) -> list[
 
 def _in_processes(jobs: Sequence[Job], workers: int) -> None:
     context = multiprocessing.get_context("spawn")
+    pool_of = partial(ProcessPoolExecutor, mp_context=context, initializer=_one_thread)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         context.Manager() as manager,
-        ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool,
+        pool_of(workers, max_tasks_per_child=1) as pool,  # a run leaves its RAM behind
         Progress(*columns, disable=not sys.stderr.isatty()) as progress,
     ):
         reports = manager.Queue()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from tests.memory.runs import TASKS, assert_sound, batch
 
-from dualform import QueryError
+from dualform import DualForm, QueryError
 from dualform.memory import Memory
 
 
@@ -164,3 +166,23 @@ def test_questions_about_what_is_not_there_name_what_is(recorded: Path) -> None:
         memory.learned("3.weight", -1)
     with pytest.raises(QueryError, match="patterns"):
         memory.learned("1.weight", 3)
+
+
+def test_a_memory_is_let_go_at_once_with_all_that_was_asked_of_it(recorded: Path) -> None:
+    """Not by the garbage collector, some day: matrices of a layer's size are kept with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        memory = Memory.open(recorded)
+        layer = memory.layers[0]
+        dual = DualForm(None, memory)
+        queries = torch.ones(1, memory.layer(layer).in_features, dtype=memory.layer(layer).dtype)
+        spotlight = dual.attend(queries=queries, layers=layer)[layer]
+        spotlight.top(3)
+        spotlight.sum_by("step")
+        dual.verify()
+        known = weakref.ref(memory), weakref.ref(memory.layer(layer))
+        del memory, dual, spotlight
+        assert [reference() for reference in known] == [None, None]
+    finally:
+        gc.enable()

@@ -20,7 +20,6 @@ from dualform.memory.checksums import crc32
 from dualform.memory.layer import LayerMemory
 from dualform.memory.liveness import LOCK, PROGRESS, Progress
 from dualform.memory.memory import Memory
-from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import TensorBytes, TensorFile, WrittenFile
 from dualform.memory.writing import MemoryWriter, clear_directory, refusing
@@ -66,9 +65,7 @@ class SourceMemory(Memory):
 
     def layer_in(self, segment: Segment, name: str) -> LayerMemory:
         """A layer's patterns of one segment alone."""
-        patterns = Patterns(
-            name, [segment], self._described.columns, self._strings, self._values_anywhere
-        )
+        patterns = self._described_columns.of(name, [segment])
         layer = LayerMemory(self._described.layers[name], [segment], patterns, ())
         layer.recurring = self.layer(name).recurring  # its keys may lie in earlier segments
         return layer

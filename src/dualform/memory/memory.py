@@ -21,13 +21,13 @@ from torch import Tensor
 from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import AdaptiveLog, ParameterLog, coefficients
 from dualform.memory import derived, files
+from dualform.memory.columns import Columns
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
 from dualform.memory.fingerprint import Fingerprint, fingerprints_of
 from dualform.memory.layer import COMPACTED, LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.logs import Logs
-from dualform.memory.patterns import Patterns
 from dualform.memory.segments import Segment
 from dualform.memory.states import States
 
@@ -49,7 +49,6 @@ class Memory:
         self.path = path
         self._manifest = manifest
         self._opened: dict[str, LayerMemory] = {}
-        self._dictionaries: dict[str, list[str]] = {}
         try:
             described = Description(manifest)
             self._segments = [Segment(path, entry) for entry in manifest["segments"]]
@@ -107,18 +106,11 @@ class Memory:
             )
         if name not in self._opened:
             rank = self._described.layers[name].rank
-            patterns = Patterns(
-                name,
-                self._segments,
-                self._described.columns if rank is None else {},
-                self._strings,
-                self._values_anywhere,
-                "" if rank is None else COMPACTED,
-            )
+            columns = self._described_columns
             self._opened[name] = LayerMemory(
                 self._described.layers[name],
                 self._segments,
-                patterns,
+                columns.of(name) if rank is None else columns.without(name, COMPACTED),
                 [la.name for la in self._described.layers.values() if la.error_signals],
                 derived.Derived(self.path, self._manifest, keep=self.closed),
             )
@@ -134,16 +126,10 @@ class Memory:
         """The layers whose patterns were replaced by an equivalent of low rank."""
         return tuple(n for n, la in self._described.layers.items() if la.rank is not None)
 
-    def _strings(self, column: str) -> list[str]:
-        if column not in self._dictionaries:
-            self._dictionaries[column] = [
-                s for segment in self._segments for s in segment.strings(column)
-            ]
-        return self._dictionaries[column]
-
-    def _values_anywhere(self, column: str) -> set[Any]:
-        tables = [self.layer(name).patterns for name in self.layers]
-        return {v for table in tables if column in table for v in table.values(column)}
+    @cached_property
+    def _described_columns(self) -> Columns:
+        layers = [name for name, la in self._described.layers.items() if la.rank is None]
+        return Columns(self._segments, self._described.columns, layers)
 
     def log(self, parameter: str) -> ParameterLog:
         """What the optimizer did with a parameter at every step; `QueryError` under Adam and such.
