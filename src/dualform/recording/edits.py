@@ -15,9 +15,11 @@ alone passes, too. `verify` finds either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,7 +35,7 @@ class Counters(NamedTuple):
     """A parameter's counter, some of its entries; what is remembered of it, each with a counter."""
 
     version: int
-    entries: Tensor
+    entries: bytes | Tensor
     remembered: list[Remembered]
 
 
@@ -49,16 +51,17 @@ class Edits:
 
     def __init__(self, optimizers: Sequence[Optimizer], watched: Sequence[Watched]) -> None:
         self._known: dict[str, tuple[int | None, Counters]] = {}
+        self._entries = Entries()
         owners = {id(p): o for o in optimizers for p in parameters_of(o)}
         for one in watched:
             if one.rule is not None:
-                self._known[one.name] = None, _counters(owners[id(one.parameter)], one)
+                self._known[one.name] = None, self._counters(owners[id(one.parameter)], one)
 
     def found(self, optimizer: Optimizer, watched: Watched, step: int) -> str | None:
         """What was changed since a parameter's last update, in a sentence; None if nothing was."""
         last, before = self._known.get(watched.name, (None, None))
         since = "recording began" if last is None else f"its update of step {last}"
-        if before is not None and not _is_as_it_was(watched.parameter, before):
+        if before is not None and not self._is_as_it_was(watched.parameter, before):
             return (
                 f"it was changed in place between {since} and that of step {step}: an edit, "
                 "a clamp, a load_state_dict. No pattern wrote that."
@@ -81,7 +84,18 @@ class Edits:
         """An update was made: what it left counts."""
         for move in moves:
             if move.watched.rule is not None:
-                self._known[move.watched.name] = step, _counters(optimizer, move.watched)
+                self._known[move.watched.name] = step, self._counters(optimizer, move.watched)
+
+    def _counters(self, optimizer: Optimizer, watched: Watched) -> Counters:
+        parameter = watched.parameter
+        entries = self._entries.of(parameter)
+        return Counters(parameter._version, entries, _remembered(optimizer, watched))
+
+    def _is_as_it_was(self, parameter: Tensor, before: Counters) -> bool:
+        """Whether weights were not touched, or, as far as some of them tell, were put back."""
+        if parameter._version == before.version:
+            return True
+        return _are_same(self._entries.of(parameter), before.entries)
 
 
 def _is_same(now: Remembered, before: Remembered) -> bool:
@@ -94,12 +108,6 @@ def _is_same(now: Remembered, before: Remembered) -> bool:
     return other._version == before[2] and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _counters(optimizer: Optimizer, watched: Watched) -> Counters:
-    parameter = watched.parameter
-    entries = _some(parameter).clone()
-    return Counters(parameter._version, entries, _remembered(optimizer, watched))
-
-
 def _remembered(optimizer: Optimizer, watched: Watched) -> list[Remembered]:
     state = optimizer.state.get(watched.parameter)
     return [
@@ -109,13 +117,32 @@ def _remembered(optimizer: Optimizer, watched: Watched) -> list[Remembered]:
 
 
 def _some(parameter: Tensor) -> Tensor:
+    """Some entries, where they lie."""
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.shape[0] // SOME)]
 
 
-def _is_as_it_was(parameter: Tensor, before: Counters) -> bool:
-    """Whether weights were not touched, or, as far as some of them tell, were put back."""
-    if parameter._version == before.version:
-        return True
-    entries = _some(parameter)
-    return entries.shape == before.entries.shape and torch.equal(entries, before.entries)
+class Entries:
+    """Some entries of one parameter after another, at little cost: asked for at every update."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[int, NDArray[Any]]] = {}
+
+    def of(self, parameter: Tensor) -> bytes | Tensor:
+        """As bytes, or, on other devices, as a copy there: nothing waits for it."""
+        if not parameter.is_cpu:
+            return _some(parameter).clone()
+        where, (pointer, view) = parameter.data_ptr(), self._views.get(id(parameter), NOWHERE)
+        if pointer != where or not parameter.is_contiguous():
+            view = _some(parameter).numpy()
+            self._views[id(parameter)] = where, view
+        return view.tobytes()
+
+
+NOWHERE: tuple[int, NDArray[Any]] = -1, np.empty(0)
+
+
+def _are_same(one: bytes | Tensor, other: bytes | Tensor) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return one is other or (isinstance(one, bytes) and one == other)
