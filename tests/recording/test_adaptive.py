@@ -177,6 +177,79 @@ def test_weights_loaded_after_recording_began_are_found_at_the_first_update(tmp_
         train(model, optimizer, 1)
 
 
+def square_network() -> nn.Sequential:
+    """Rows as many as a multiple of 64: evenly spaced entries would all be of one column."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)
+    )
+
+
+def test_an_edit_of_all_columns_but_one_is_found(tmp_path: Path) -> None:
+    model = square_network()
+    optimizer = AdamW(model.parameters())
+    with (
+        pytest.raises(df.AuditError, match=r"'2.weight': it was changed in place between"),
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        train(model, optimizer, 3)
+        model[2].weight.detach()[:, 1:].mul_(0.5)
+        train(model, optimizer, 3)
+
+
+def test_an_edit_after_the_last_update_is_found_at_the_end(tmp_path: Path) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    with (
+        pytest.raises(df.AuditError, match="between its update of step 5 and now"),
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        train(model, optimizer, 6)
+        model[0].weight.detach().mul_(1.001)
+    memory = df.Memory.open(tmp_path / "run")
+    assert (memory.steps, memory.exact) == (6, False)
+
+
+def test_weights_are_not_flushed_while_others_are_in_their_place(tmp_path: Path) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    with df.record(model, optimizer, tmp_path / "run", audit="warn") as recorder:
+        train(model, optimizer, 6)
+        model[0].weight.detach().mul_(1.001)
+        with pytest.warns(UserWarning, match="between its update of step 5 and now"):
+            recorder.flush()
+        assert not recorder.exact
+
+
+@each_kind
+def test_a_gradient_changed_by_a_later_hook_is_found(kind: str, tmp_path: Path) -> None:
+    model = network()
+    optimizer = KINDS[kind](model.parameters())
+
+    def clip(*_: Any) -> None:
+        model[0].weight.grad.clamp_(-1e-4, 1e-4)
+
+    with (
+        pytest.raises(df.AuditError, match=r"'0.weight': its gradient was changed in place after"),
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        train(model, optimizer, 3)
+        optimizer.register_step_pre_hook(clip)
+        train(model, optimizer, 3, start=3)
+
+
+@each_kind
+def test_gradients_may_be_reset_by_a_hook_and_states_hold_more(kind: str, tmp_path: Path) -> None:
+    model = network()
+    optimizer = KINDS[kind](model.parameters())
+    optimizer.register_step_post_hook(lambda o, *_: o.zero_grad(set_to_none=False))
+    with df.record(model, optimizer, tmp_path / "run"):
+        for start in range(0, 6, 2):
+            train(model, optimizer, 2, start=start)
+            optimizer.state[model[0].weight]["of my own"] = torch.full((2,), float(start))
+    assert_rebuilt(model, tmp_path / "run")
+
+
 @each_kind
 def test_what_changes_no_weight_is_no_edit(kind: str, tmp_path: Path) -> None:
     """Evaluating, averaging, exchanging, schedules, saving, freezing, a state emptied."""

@@ -292,3 +292,52 @@ def test_steps_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     optimizer.load_state_dict(saved[1])
     with df.record(model, optimizer, path, resume=True) as recorder:
         assert recorder.steps == 30
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("flush", [True, False], ids=["flushed", ""])
+@pytest.mark.parametrize("of", ["weights", "exp_avg_sq"])
+def test_what_is_not_finite_is_not_resumed(
+    of: str, flush: bool, value: float, tmp_path: Path
+) -> None:
+    saved = recorded("AdamW", torch.float32, tmp_path, 23, flush=flush)
+    model, optimizer, state = loaded("AdamW", torch.float32, saved)
+    changed = model[0].weight.detach() if of == "weights" else state[of]
+    changed.view(-1)[3] = value
+    assert_refused(model, optimizer, tmp_path, rf"'0.weight': its {of} is not finite")
+    changed.fill_(value)
+    assert_refused(model, optimizer, tmp_path, rf"'0.weight': its {of} is not finite")
+
+
+@pytest.mark.parametrize("of", ["weights", "exp_avg_sq"])
+def test_a_parameter_whose_gradients_were_summed_up_later_is_compared(
+    of: str, tmp_path: Path
+) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    norm_bytes = 2 * 8 * 4
+    with df.record(model, optimizer, tmp_path / "run", step_budget=40 * norm_bytes):
+        train(model, optimizer, 33)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, STEPS - 33, start=33)
+    known = df.Memory.open(tmp_path / "run").parameters["2.weight"]
+    assert 33 < (known.accumulated_since or 0) < STEPS
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    changed = model[2].weight.detach() if of == "weights" else optimizer.state[model[2].weight][of]
+    honest = changed.clone()
+    changed.mul_(1.5)
+    assert_refused(model, optimizer, tmp_path / "run", "2.weight")
+    changed.copy_(honest)
+    with df.record(model, optimizer, tmp_path / "run", resume=True):
+        train(model, optimizer, 3, start=33)
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.steps == 36
+    assert df.DualForm(model, memory).verify().passed
+
+
+def test_a_parameter_that_no_optimizer_has_any_more_is_named(tmp_path: Path) -> None:
+    saved = recorded("AdamW", torch.float32, tmp_path, 23, flush=True)
+    model, _, _ = loaded("AdamW", torch.float32, saved)
+    optimizer = AdamW(model[0].parameters(), lr=3e-3, weight_decay=0.1)
+    assert_refused(model, optimizer, tmp_path, "is in none of the optimizers now .give it to one")

@@ -83,6 +83,7 @@ class Commits:
     def _take_fingerprint(self) -> None:
         self._steps.clerk.wait()
         self._steps.accountant.catch_up()
+        self._steps.look_for_edits()
         self._fingerprints.take(self._steps.step, self._steps.compare)
 
     def _sums(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ alone passes, too. `verify` finds either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -51,19 +51,29 @@ class Edits:
 
     def __init__(self, optimizers: Sequence[Optimizer], watched: Sequence[Watched]) -> None:
         self._known: dict[str, tuple[int | None, Counters]] = {}
+        self._owners: dict[str, tuple[Optimizer, Watched]] = {}
         self._entries = Entries()
         owners = {id(p): o for o in optimizers for p in parameters_of(o)}
         for one in watched:
             if one.rule is not None:
-                self._known[one.name] = None, self._counters(owners[id(one.parameter)], one)
+                owner = self._owners[one.name] = owners[id(one.parameter)], one
+                self._known[one.name] = None, self._counters(*owner)
 
-    def found(self, optimizer: Optimizer, watched: Watched, step: int) -> str | None:
+    def found_now(self) -> Iterator[tuple[Watched, str]]:
+        """What was changed since the last update of any parameter, before it is written down."""
+        for optimizer, watched in self._owners.values():
+            changed = self.found(optimizer, watched, None)
+            if changed is not None:
+                yield watched, changed
+
+    def found(self, optimizer: Optimizer, watched: Watched, step: int | None) -> str | None:
         """What was changed since a parameter's last update, in a sentence; None if nothing was."""
         last, before = self._known.get(watched.name, (None, None))
         since = "recording began" if last is None else f"its update of step {last}"
+        until = "now" if step is None else f"that of step {step}"
         if before is not None and not self._is_as_it_was(watched.parameter, before):
             return (
-                f"it was changed in place between {since} and that of step {step}: an edit, "
+                f"it was changed in place between {since} and {until}: an edit, "
                 "a clamp, a load_state_dict. No pattern wrote that."
             )
         state = _remembered(optimizer, watched)
@@ -76,7 +86,7 @@ class Edits:
         changed = [e[0] for e in state if e[0] not in named or not _is_same(e, named[e[0]])]
         return (
             f"what the optimizer remembers of it ({', '.join(changed or named)}) was changed "
-            f"between {since} and that of step {step}. No pattern wrote that. Change settings in "
+            f"between {since} and {until}. No pattern wrote that. Change settings in "
             "param_groups; start with a new optimizer, or resume, to change what is remembered."
         )
 
@@ -84,6 +94,7 @@ class Edits:
         """An update was made: what it left counts."""
         for move in moves:
             if move.watched.rule is not None:
+                self._owners[move.watched.name] = optimizer, move.watched
                 self._known[move.watched.name] = step, self._counters(optimizer, move.watched)
 
     def _counters(self, optimizer: Optimizer, watched: Watched) -> Counters:
@@ -109,17 +120,15 @@ def _is_same(now: Remembered, before: Remembered) -> bool:
 
 
 def _remembered(optimizer: Optimizer, watched: Watched) -> list[Remembered]:
-    state = optimizer.state.get(watched.parameter)
+    """What the rule remembers; a loop may keep things of its own in the same place."""
+    state, rule = optimizer.state.get(watched.parameter), watched.rule
+    if not state or rule is None:
+        return []
     return [
-        (name, value, value._version if isinstance(value, Tensor) else 0)
-        for name, value in (state.items() if state else ())
+        (name, state[name], state[name]._version if isinstance(state[name], Tensor) else 0)
+        for name in (*rule.numbers, *rule.tensors)
+        if name in state
     ]
-
-
-def _some(parameter: Tensor) -> Tensor:
-    """Some entries, where they lie."""
-    flat = parameter.detach().reshape(-1)
-    return flat[:: max(1, flat.shape[0] // SOME)]
 
 
 class Entries:
@@ -127,16 +136,25 @@ class Entries:
 
     def __init__(self) -> None:
         self._views: dict[int, tuple[int, NDArray[Any]]] = {}
+        self._places: dict[int, NDArray[np.int64]] = {}
 
     def of(self, parameter: Tensor) -> bytes | Tensor:
         """As bytes, or, on other devices, as a copy there: nothing waits for it."""
+        count = parameter.numel()
+        places = self._places.get(count)
+        if places is None:  # anywhere: evenly spaced ones would all lie in one column
+            places = np.arange(count)
+            if count > SOME:
+                places = np.random.default_rng(count).integers(0, count, SOME)
+            self._places[count] = places
         if not parameter.is_cpu:
-            return _some(parameter).clone()
-        where, (pointer, view) = parameter.data_ptr(), self._views.get(id(parameter), NOWHERE)
-        if pointer != where or not parameter.is_contiguous():
-            view = _some(parameter).numpy()
-            self._views[id(parameter)] = where, view
-        return view.tobytes()
+            where = torch.from_numpy(places).to(parameter.device)
+            return parameter.detach().reshape(-1)[where]
+        pointer, view = self._views.get(id(parameter), NOWHERE)
+        if pointer != parameter.data_ptr() or not parameter.is_contiguous():
+            view = parameter.detach().reshape(-1).numpy()
+            self._views[id(parameter)] = parameter.data_ptr(), view
+        return view[places].tobytes()
 
 
 NOWHERE: tuple[int, NDArray[Any]] = -1, np.empty(0)

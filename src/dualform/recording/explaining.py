@@ -6,7 +6,7 @@ could not account for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from dualform.recording.accountant import Account
 from dualform.recording.audit import Transition, Unexplained
 from dualform.recording.audits import Audits
 from dualform.recording.findings import Findings
-from dualform.recording.parameters import Watched
+from dualform.recording.parameters import Watched, is_reset
 
 CLEAR = 1e3
 """How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
@@ -51,18 +51,28 @@ class Reading:
     moves: list[Move] = field(default_factory=list)
     originals: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     """The gradients that accounts are to count, as they lie in `.grad`, and their versions."""
-    resolved: list[tuple[Move, Tensor]] = field(default_factory=list)
-    """The moves by gradients that have patterns."""
+    resolved: list[tuple[Move, Tensor, int]] = field(default_factory=list)
+    """The moves by gradients that have patterns, and how often each was changed in place."""
+
+    @property
+    def changed(self) -> Iterator[Watched]:
+        """Of which parameters the gradient was changed since: not by the optimizer itself, and not
+        by a hook that resets it once the update is made.
+        """
+        if self.unscale == 1.0 and getattr(self.optimizer, "grad_scale", None) is None:
+            for move, gradient, version in self.resolved:
+                if gradient._version != version and not is_reset(gradient):
+                    yield move.watched
 
 
 def explain(reading: Reading, audits: Audits, step: int, findings: Findings) -> None:
     """Find the factor κ of every gradient that has patterns."""
     if not reading.resolved:
         return
-    for move, gradient in reading.resolved:
+    for move, gradient, _ in reading.resolved:
         move.watched.audit.look_at(gradient, step)
     plain = audits.are_plain()
-    for move, gradient in reading.resolved:
+    for move, gradient, _ in reading.resolved:
         watched = move.watched
         if not plain[watched.index]:
             try:
@@ -70,7 +80,7 @@ def explain(reading: Reading, audits: Audits, step: int, findings: Findings) -> 
             except Unexplained as reason:
                 findings.unexplained_gradient(step, watched, str(reason))
                 watched.audit.look_at(gradient)  # the prediction may go on
-    _share_factors([move for move, _ in reading.resolved])
+    _share_factors([move for move, _, _ in reading.resolved])
 
 
 def _share_factors(resolved: Sequence[Move]) -> None:

@@ -94,6 +94,8 @@ class Parameters:
         buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
         rules = {id(p): adaptive_rule_of(o) for o in optimizers for p in parameters_of(o)}
         states = {id(p): _remembered(o, p) for o in optimizers for p in parameters_of(o)}
+        self.given: set[str] = set()
+        """The names of those that the optimizers were given."""
         self.by_name: dict[str, Watched] = {}
         self._by_id: dict[int, Watched] = {}
         self._of_layer: dict[Layer, tuple[Watched, ...]] = {}
@@ -117,6 +119,8 @@ class Parameters:
             place = index, name, parameter, audit, momentum, state
             watched = Watched(*place, parameter.shape, parameter.dtype, rule)
             self.by_name[name] = self._by_id[id(parameter)] = watched
+            if id(parameter) in rules:
+                self.given.add(name)
         self._keeps: Callable[[Layer], bool] = lambda layer: True
         self.audits = Audits([watched.audit for watched in self])
         for layer in layers:

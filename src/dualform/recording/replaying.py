@@ -108,7 +108,7 @@ def _compared(
         found = [d for d in (weights_at_print(t, seen) for t in targets) if d]
         found += [d for d in (at_print(memory, t, seen) for t in targets) if d]
         return Found(step, found)
-    found = [d for t in targets if t.can_be_replayed for d in by_replay(memory, t, step)]
+    found = [d for t in targets if t.can_be_replayed_to(step) for d in by_replay(memory, t, step)]
     untrained = [t for t in targets if memory.parameters[t.name].coverage == "untrained"]
     found += [d for d in (weights_at_print(t, prints[0]) for t in untrained) if d]
     for start, end in itertools.pairwise(prints):

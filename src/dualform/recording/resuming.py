@@ -167,6 +167,7 @@ class Resumption:
         """
         memory = self.memory
         self._compare_rules(parameters)
+        refuse_infinite(parameters)
         self.step = step = find_step(memory, parameters)
         if not step and memory.steps and not even_the_first:
             raise RecordingError(
@@ -199,6 +200,12 @@ class Resumption:
             known = self.memory.parameters[watched.name]
             now = SGD if watched.rule is None else watched.rule.name
             if known.coverage != "untrained" and now != known.rule:
+                if watched.name not in parameters.given:
+                    raise self._differs(
+                        f"parameter {watched.name!r} was trained by the rule {known.rule!r} and is "
+                        "in none of the optimizers now (give it to one of that kind, frozen if it "
+                        "is to stay as it is)"
+                    )
                 raise self._differs(
                     f"parameter {watched.name!r} is trained by the rule {now!r} now and was by "
                     f"{known.rule!r}"
@@ -375,3 +382,18 @@ def _initial_share(log: ParameterLog) -> tuple[float, float, float, float]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def refuse_infinite(parameters: Parameters) -> None:
+    """Nothing can be compared with what is no number: a bound grows with what it is about."""
+    for watched in parameters:
+        of = {"weights": watched.parameter} | watched.remembered
+        if watched.momentum is not None:
+            of["momentum buffer"] = watched.momentum
+        for name, value in of.items():
+            if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
+                raise RecordingError(
+                    f"parameter {watched.name!r}: its {name} is not finite (NaN or infinite), so "
+                    "which step it is of cannot be told; nothing was touched. Load a checkpoint "
+                    "from before training broke down"
+                )

@@ -39,6 +39,11 @@ from dualform.recording.parameters import Parameters, Watched, is_reset, paramet
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
 
+CHANGED = (
+    "its gradient was changed in place after it was read, before the update was made (by a hook on "
+    "optimizer.step?), so what moved the weights is not known. Change it before step() is called"
+)
+
 
 class Steps:
     """The step under way, for all optimizers together.
@@ -188,7 +193,7 @@ class Steps:
         if move.unrecorded:
             move.first, move.kappa, move.gradient = self.step, 0.0, gradient
         else:
-            reading.resolved.append((move, gradient))
+            reading.resolved.append((move, gradient, gradient._version))
             if move.first < self.step and move.first <= watched.passed_by:
                 self._findings.unexplained_gradient(
                     self.step,
@@ -227,6 +232,8 @@ class Steps:
         """The optimizer has moved: write it down, and predict where the weights are now."""
         reading, self._pending = self._pending, None
         if reading is not None:
+            for watched in reading.changed:
+                self._findings.unexplained_gradient(self.step, watched, CHANGED)
             self._take(reading, reading.moves)
 
     def apply_interrupted(self) -> None:
@@ -327,6 +334,12 @@ class Steps:
         except Unexplained as reason:
             watched.spoiled = True
             self._findings.unexplained_weights(self.step, watched, str(reason))
+
+    def look_for_edits(self) -> None:
+        """Before weights are written down: are they, under adaptive rules, as updates left them?"""
+        for watched, changed in self.states.edits.found_now() if self.states is not None else ():
+            if not watched.spoiled:
+                self._unexplained_update(watched, changed)
 
     def _unexplained_update(self, watched: Watched, reason: str) -> None:
         watched.spoiled = True

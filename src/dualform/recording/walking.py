@@ -61,9 +61,17 @@ class Target:
             and known.coverage in ("patterns", "steps")
             and known.accumulated_since is None
         )
+        self._accumulated_since = known.accumulated_since
         # Two float64 sums of the same terms, each in an order of its own.
         terms = as_matrix(watched.parameter.detach()).cpu().double().abs() @ audit.probe64.abs()
         self.exact = (audit.width + 16) * DOUBLE * float(terms.max() if terms.numel() else 0.0)
+
+    def can_be_replayed_to(self, step: int) -> bool:
+        """Whether every gradient up to a step is kept, though later ones may be but a sum."""
+        since = self._accumulated_since
+        return self.can_be_replayed or (
+            self.rule is not None and since is not None and step <= since
+        )
 
     def is_at(self, weights: Reals) -> bool:
         """Whether the parameter has exactly this fingerprint."""
