@@ -56,12 +56,15 @@ class Reading:
 
     @property
     def changed(self) -> Iterator[Watched]:
-        """Of which parameters the gradient was changed since: not by the optimizer itself, and not
-        by a hook that resets it once the update is made.
+        """Of which parameters under adaptive rules the gradient was changed since: not by the
+        optimizer itself, and not by a hook that resets it once the update is made.
+
+        SGD may use the gradient's own memory (with nesterov); its weights are predicted.
         """
         if self.unscale == 1.0 and getattr(self.optimizer, "grad_scale", None) is None:
             for move, gradient, version in self.resolved:
-                if gradient._version != version and not is_reset(gradient):
+                adaptive = move.watched.rule is not None
+                if adaptive and gradient._version != version and not is_reset(gradient):
                     yield move.watched
 
 
