@@ -78,7 +78,7 @@ bench: setup ## measure recording and asking against the naive ways; one JSON li
 	  echo "make bench: no faiss; its rows are left out" >&2
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
 
-paper-images: setup ## the paper's image experiments: an hour of CPU time on two cores, 10 GB meanwhile
+paper-images: setup ## the paper's image experiments: half an hour on two cores, 10 GB of disk meanwhile
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py $(ARGS)
 	$(BIN)/python experiments/page.py
 

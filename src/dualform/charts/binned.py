@@ -115,7 +115,7 @@ def _map(
     scale = alt.Scale(type="log" if log else "linear", domain=ends, nice=False)
     across = [min(cell["from"] for cell in cells), max(cell["to"] for cell in cells)]
     sideways = alt.Scale(domain=across, nice=False, zero=False)
-    axis = alt.Axis(format="~e" if log else "~g", tickCount=4, grid=False)
+    axis = alt.Axis(format="~e" if log else "~r", tickCount=4, grid=False)
     y = alt.Y("low:Q", title=size, scale=scale, axis=axis)
     shade = alt.Color(
         "patterns:Q",

@@ -166,7 +166,7 @@ def few_ticks(numbers: Sequence[float]) -> Any:
     """A vertical axis of a small panel: few ticks, thousands as k, and a plain zero."""
     large = max(map(abs, numbers), default=0.0) >= 1000  # below, "m" would stand for thousandths
     zero = "datum.value ? datum.label : '0'"
-    return altair().Axis(tickCount=4, format="~s" if large else "~g", labelExpr=zero)
+    return altair().Axis(tickCount=4, format="~s" if large else "~r", labelExpr=zero)
 
 
 def percent(field: str, title: str | None, *, upright: bool = False) -> Any:

@@ -162,5 +162,5 @@ NOWHERE: tuple[int, NDArray[Any]] = -1, np.empty(0)
 
 def _are_same(one: bytes | Tensor, other: bytes | Tensor) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return one is other or (isinstance(one, bytes) and one == other)
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other  # else it was moved to another device
