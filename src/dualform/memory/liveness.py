@@ -1,8 +1,8 @@
 """Who is writing to a memory, and how far training has come: what outlives a killed process.
 
 The lock is the operating system's and goes with its process, however that ends. The progress is
-16 bytes in a file, overwritten at every step without syncing: enough to say, after a crash, how
-many steps the last commit is missing.
+16 bytes in a file, overwritten several times a second without syncing: enough to say, after a
+crash, how many steps the last commit is missing.
 
 Why it is hard: a forked process (a DataLoader's worker) inherits open files, and with them the lock
 of its parent, which it would hold for as long as it lives. So it closes them first thing.
@@ -112,7 +112,7 @@ class Progress(_OwnFile):
             self.set(steps)
 
     def set(self, steps: int) -> None:
-        """About a microsecond; the page stays in the system's cache if this process is killed."""
+        """A few microseconds; the page stays in the system's cache if this process is killed."""
         with contextlib.suppress(OSError):  # only a courtesy: never a reason to stop training
             os.pwrite(self._descriptor, struct.pack("<qq", steps, ~steps), 0)
 

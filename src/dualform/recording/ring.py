@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import Layer
@@ -28,25 +29,45 @@ Fold = Callable[[Layer, Tensor], Folded | None]
 
 
 class StepRecord(NamedTuple):
-    """What the optimizers did at one step: an entry per parameter of the model, the settings."""
+    """What the optimizers did at one step: an entry per parameter of the model, the settings.
 
-    applied: np.ndarray[Any, Any]
-    kappa: np.ndarray[Any, Any]
-    first: np.ndarray[Any, Any]
-    fresh: np.ndarray[Any, Any]
-    group: np.ndarray[Any, Any]
-    projection: np.ndarray[Any, Any]
-    unrecorded: np.ndarray[Any, Any]
+    Lists: they are made and filled at every step, and become arrays when a segment is written.
+    """
+
+    applied: list[bool]
+    kappa: list[float]
+    first: list[int]
+    fresh: list[bool]
+    group: list[int]
+    projection: list[float]
+    unrecorded: list[bool]
     hyperparameters: list[tuple[float, ...]]
+
+    @classmethod
+    def blank(cls, parameters: int) -> StepRecord:
+        """Of a step at which nothing has happened yet."""
+        no, none = [False] * parameters, [0.0] * parameters
+        return cls(no, none, [0] * parameters, no[:], [-1] * parameters, none[:], no[:], [])
+
+
+LOG_TYPES = {
+    "applied": np.uint8,
+    "kappa": np.float64,
+    "first": np.int64,
+    "fresh": np.uint8,
+    "group": np.int32,
+    "projection": np.float64,
+}
+"""What the log's columns are stored as."""
 
 
 class Extras(NamedTuple):
     """What a commit carries besides patterns and log, gathered by the recorder at that moment."""
 
-    fingerprint_steps: np.ndarray[Any, Any]
-    fingerprints: dict[str, np.ndarray[Any, Any]]
-    momentum_fingerprints: dict[str, np.ndarray[Any, Any]]
-    state_fingerprints: dict[str, np.ndarray[Any, Any]]
+    fingerprint_steps: NDArray[Any]
+    fingerprints: dict[str, NDArray[Any]]
+    momentum_fingerprints: dict[str, NDArray[Any]]
+    state_fingerprints: dict[str, NDArray[Any]]
     sums: dict[str, Tensor]
     """Learned and unrecorded parts, under the names they are stored by."""
     strings: dict[str, list[str]]
@@ -230,7 +251,7 @@ class BufferSet:
                 yield replace(beside, shape=(scales.rows,))
 
 
-def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
+def _log_arrays(records: list[StepRecord]) -> dict[str, NDArray[Any]]:
     if not records:
         return {}
     groups = max((len(r.hyperparameters) for r in records), default=0)
@@ -240,9 +261,8 @@ def _log_arrays(records: list[StepRecord]) -> dict[str, np.ndarray[Any, Any]]:
         for index, values in enumerate(record.hyperparameters):
             if values:  # an optimizer whose rule is not known has none
                 row[index, : len(values)] = values
-    names = ("applied", "kappa", "first", "fresh", "group", "projection")
-    arrays = {name: np.stack([getattr(r, name) for r in records]) for name in names}
-    unrecorded = np.stack([r.unrecorded for r in records])
+    arrays = {n: np.array([getattr(r, n) for r in records], t) for n, t in LOG_TYPES.items()}
+    unrecorded = np.array([r.unrecorded for r in records], np.uint8)
     if unrecorded.any():
         arrays["unrecorded"] = unrecorded
     return arrays | {"hyperparameters": settings}

@@ -51,6 +51,10 @@ SEGMENT_BYTES = 64 << 20
 COMMIT_SECONDS = 30.0
 """A slow run commits at least this often (at the end of a step)."""
 
+PROGRESS_SECONDS = 0.1
+"""How often, at most, it is written down how far training has come. That is a call to the system,
+which lets go of the interpreter's lock: with other threads about, it may be long in coming back."""
+
 VISIT_BYTES = 512
 STEP_BYTES = 1024
 """About what one visit and one step's record take as Python objects, besides their numbers."""
@@ -116,6 +120,7 @@ class DiskSink(Sink):
         self._segment_bytes = segment_bytes
         self._commit_seconds = COMMIT_SECONDS if commit_seconds is None else commit_seconds
         self._last_commit = time.monotonic()
+        self._last_told = 0.0
         self._largest_step = 0
         self._step_start = 0
         self._collected = 0
@@ -217,7 +222,14 @@ class DiskSink(Sink):
             repeats = self._segment_bytes // current.bytes + 1
             for region in (*current.keys.values(), *current.error_signals.values()):
                 region.reserve(region.rows * repeats)
-        self._writer.progress.set(current.end)
+        now = time.monotonic()
+        if now - self._last_told >= PROGRESS_SECONDS:
+            self._tell(now)
+
+    def _tell(self, now: float) -> None:
+        """Write down how far training has come: what a killed run says of its end."""
+        self._last_told = now
+        self._writer.progress.set(self.steps)
 
     @property
     def collected(self) -> int:
@@ -245,6 +257,7 @@ class DiskSink(Sink):
             raise
         self._step_start = 0
         self._last_commit = time.monotonic()
+        self._tell(self._last_commit)
         self._ring.append(following)
         self._handed_over.release()
 
@@ -323,6 +336,7 @@ class DiskSink(Sink):
         """
         if self._ending or os.getpid() != self._process:  # a forked child has nothing to write
             return
+        self._tell(time.monotonic())
         extras, trouble = None, None
         try:
             extras = self._last_extras()

@@ -80,7 +80,7 @@ class Steps:
         self.states: OptimizerStates | None = None
         self._known_rules = known_rules
         self._without_patterns = without_patterns
-        self._record = _blank_record(len(parameters))
+        self._record = StepRecord.blank(len(parameters))
         self._stored: dict[str, Tensor] = {}
         self._states: dict[str, Tensor] = {}
         self._pending: Reading | None = None
@@ -99,7 +99,7 @@ class Steps:
         )
 
     def moved(self, watched: Watched) -> bool:
-        return bool(self._record.applied[watched.index])
+        return self._record.applied[watched.index]
 
     @property
     def is_recorded(self) -> bool:
@@ -109,7 +109,7 @@ class Steps:
     def needs_patterns(self, watched: Watched) -> bool:
         """Whether the parameter moved in this step, by patterns that are to be kept."""
         i = watched.index
-        return bool(self._record.applied[i] and not self._record.unrecorded[i])
+        return self._record.applied[i] and not self._record.unrecorded[i]
 
     # -- before ---------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class Steps:
     def close(self) -> tuple[StepRecord, dict[str, Tensor], dict[str, Tensor]]:
         """The step is over: its log, and the gradients and optimizer states kept with it."""
         done = self._record, self._stored, self._states
-        self._record, self._stored = _blank_record(len(self._parameters)), {}
+        self._record, self._stored = StepRecord.blank(len(self._parameters)), {}
         self._states = {}
         self.stepped = []
         self.step += 1
@@ -418,16 +418,3 @@ def unknown_rule(optimizers: Iterable[Optimizer]) -> tuple[str, str] | None:
         except RecordingError as error:
             return type(optimizer).__name__, str(error)
     return None
-
-
-def _blank_record(parameters: int) -> StepRecord:
-    return StepRecord(
-        applied=np.zeros(parameters, np.uint8),
-        kappa=np.zeros(parameters),
-        first=np.zeros(parameters, np.int64),
-        fresh=np.zeros(parameters, np.uint8),
-        group=np.full(parameters, -1, np.int32),
-        projection=np.zeros(parameters),
-        unrecorded=np.zeros(parameters, np.uint8),
-        hyperparameters=[],
-    )
