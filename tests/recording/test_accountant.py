@@ -290,8 +290,9 @@ def test_folding_many_steps_at_once_is_taking_them_one_by_one(
                 mw * weights + mm * momentum + nm * added,
             )
         learned.fold()
+        rounding = 1e-13 if dtype == torch.float64 else 1e-6  # of what the steps held add up to
         for ours, theirs in ((learned.weights, weights), (learned.momentum, momentum)):
-            assert float((ours - theirs).abs().max()) <= 1e-13 * float(theirs.abs().max() + 1)
+            assert float((ours - theirs).abs().max()) <= rounding * float(theirs.abs().max() + 1)
 
 
 def test_nothing_held_is_nothing_changed() -> None:

@@ -38,7 +38,9 @@ def flattened(tensor: Tensor) -> Tensor:
 
 def leading_shape(kind: str, tensor: Tensor) -> tuple[int, ...]:
     """How the patterns of one call lie: [B], [B, L], ...: what tags are matched against."""
-    return tuple(tensor.shape if kind == "embedding" else tensor.shape[:-1])
+    if kind == "embedding":
+        return tuple(tensor.shape)
+    return (tensor.size(0),) if tensor.dim() == 2 else tuple(tensor.shape[:-1])
 
 
 def key_width(kind: str, in_features: int) -> int:

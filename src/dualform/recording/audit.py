@@ -202,25 +202,35 @@ class ParameterAudit:
             return
         matrix = as_matrix(gradient)
         if step is not None and self.parts > 1:
-            turn = (step + step // self.parts) % self.parts  # edits every so many steps meet it
-            rows = matrix.shape[0]
-            part = slice(rows * turn // self.parts, rows * (turn + 1) // self.parts)
-            if self._can_stand_for_all(self.expected[part]):
-                self._seen, matrix = part, matrix[part]
+            rows = self.rows_of_turn(step)
+            part, whole = self.expected[rows], self.expected
+            if self.can_stand_for_all(float(part.dot(part)), float(whole.dot(whole))):
+                self._seen, matrix = rows, matrix[rows]
                 np.copyto(self.projected, self.expected)
         if matrix.dtype != self.probe.dtype:
             matrix = matrix.to(self.probe.dtype)
         self._into_projected(torch.mv(matrix, self.probe))
 
-    def _can_stand_for_all(self, part: NDArray[np.float64]) -> bool:
-        """Whether κ can be told from these rows: those of silent units would explain any factor.
+    def rows_of_turn(self, step: int) -> slice:
+        """The rows to be looked at in a step."""
+        if self.parts == 1:
+            return EVERY_ROW
+        turn = (step + step // self.parts) % self.parts  # edits every so many steps meet it
+        rows = len(self.projected)
+        return slice(rows * turn // self.parts, rows * (turn + 1) // self.parts)
 
-        And whether the patterns tell what the other rows are: a gradient of lower precision than
-        the weights (autocast) was rounded, and moves them by what it is, not by what it should be.
+    def can_stand_for_all(self, part: float, whole: float) -> bool:
+        """Whether κ can be told from some rows: those of silent units would explain any factor.
+
+        Given what the patterns of these rows, and of all, sum to, squared. And whether the patterns
+        tell what the other rows are: a gradient of lower precision than the weights (autocast) was
+        rounded, and moves them by what it is, not by what it should be.
         """
-        if self.gradient_eps > self.eps:
-            return False
-        return FAIR_SHARE * float(part.dot(part)) >= float(self.expected.dot(self.expected)) > 0
+        return self.gradient_eps <= self.eps and FAIR_SHARE * part >= whole > 0
+
+    def have_seen(self, rows: slice) -> None:
+        """Somebody else has looked at these rows of the gradient, and put them in `projected`."""
+        self._gradient, self._seen = None, rows
 
     @property
     def sketched(self) -> float:

@@ -8,7 +8,7 @@ whoever does not give the usual answer is then looked at alone, in `audit.py`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 
 import numpy as np
@@ -23,6 +23,7 @@ from dualform.recording.audit import (
     Transition,
     advance_along,
 )
+from dualform.recording.looking import Together
 from dualform.recording.rows import Rows
 
 TALL = 1 << 18
@@ -51,6 +52,8 @@ class Audits:
                 *(a[start : start + length] for a in (self._weights, self._momentum)),
                 *(a[start : start + length] for a in (self._expected, self._projected)),
             )
+        self._together = Together(self._audits, self._expected, self._projected)
+        self._sketch = np.concatenate([np.empty(0), *(audit.sketch for audit in audits)])
 
     def see(
         self,
@@ -74,6 +77,15 @@ class Audits:
             self._waiting.append((weight, bias, rows))
         else:
             see_patterns(weight, bias, rows.keys, rows.error_signals, rows)
+
+    def look_at(self, gradients: Mapping[int, Tensor], step: int) -> None:
+        """Look at gradients, by their parameters' numbers: at all of them at once, if it is all."""
+        if self._alike and len(gradients) == len(self._audits):
+            in_order = [gradients[number] for number in range(len(self._audits))]
+            self._together.look_at(in_order, step)
+        else:
+            for number, gradient in gradients.items():
+                self._audits[number].look_at(gradient, step)
 
     @property
     def are_behind(self) -> bool:
@@ -107,6 +119,14 @@ class Audits:
                 self._audits, square.tolist(), along.tolist(), distance.tolist(), strict=True
             )
         ]
+
+    def sketched(self) -> list[float]:
+        """u·(grad v) of every parameter, for the log."""
+        if not self._alike:
+            return [audit.sketched for audit in self._audits]
+        products = np.multiply(self._sketch, self._projected, out=self._products[0])
+        found: list[float] = np.add.reduceat(products, self._starts).tolist()
+        return found
 
     def advance(self, transition: Transition) -> None:
         """The same step of the learning rule for all of them."""

@@ -67,7 +67,7 @@ class Capture:
         """Other modules to look at, by identity, and who does."""
         self.mark: Callable[[Node], None] | None = None
         """If asked for: told the graph's node of every output seen."""
-        self._nodes: dict[int, tuple[tuple[torch.dtype, torch.device], Node]] = {}
+        self._nodes: dict[int, tuple[torch.dtype, torch.device | None, Node]] = {}
         for module in layers:
             for parameter in layers[module].parameters():
                 if parameter.requires_grad:  # now: inside torch.func transforms it cannot be asked
@@ -94,10 +94,14 @@ class Capture:
     def node(self, parameter: Tensor) -> Node:
         """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
         known = self._nodes.get(id(parameter))
-        if known is not None and known[0] == (parameter.dtype, parameter.device):
-            return known[1]
+        if known is not None:
+            dtype, device, node = known
+            here = parameter.is_cpu if device is None else parameter.device == device
+            if here and parameter.dtype is dtype:
+                return node
         node = get_gradient_edge(parameter).node
-        self._nodes[id(parameter)] = (parameter.dtype, parameter.device), node
+        device = None if parameter.is_cpu else parameter.device
+        self._nodes[id(parameter)] = parameter.dtype, device, node
         return node
 
     def remove(self) -> None:
@@ -121,14 +125,16 @@ class Capture:
         layer, _, padding = entry
         parameters = module._parameters
         weight, bias = parameters["weight"], parameters.get("bias")
+        if weight is None:
+            return
         nodes = [self.node(p) for p in (weight, bias) if p is not None and p.requires_grad]
-        if not nodes or weight is None:
+        if not nodes:
             return
         given = args[0] if args else kwargs["input"]
-        if given.requires_grad:
+        if given.requires_grad and self._given:
             self._given.discard(layer)
-        key = given.detach()
-        if layer.kind == "linear":
+        key, kind = given.detach(), layer.kind
+        if kind == "linear":
             if not weight.requires_grad:  # then autograd does not guard it from in-place edits
                 key = key.clone()
             if is_any_autocast_on() and torch.is_autocast_enabled(key.device.type):
@@ -142,11 +148,13 @@ class Capture:
             if error_signal is None or (self._forgotten and layer in self._forgotten):
                 return
             if self._active and any(map(will_accumulate, nodes)):
+                if padding is not None:
+                    error_signal = without_padding(error_signal, key, padding)
                 self.on_patterns(
                     layer,
-                    as_patterns(layer.kind, key),
-                    flattened(without_padding(error_signal, key, padding)),
-                    leading_shape(layer.kind, key),
+                    as_patterns(kind, key),
+                    flattened(error_signal),
+                    leading_shape(kind, key),
                     context,
                     torch._C._current_graph_task_id(),
                 )

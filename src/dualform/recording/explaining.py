@@ -72,8 +72,7 @@ def explain(reading: Reading, audits: Audits, step: int, findings: Findings) -> 
     """Find the factor κ of every gradient that has patterns."""
     if not reading.resolved:
         return
-    for move, gradient, _ in reading.resolved:
-        move.watched.audit.look_at(gradient, step)
+    audits.look_at({move.watched.index: gradient for move, gradient, _ in reading.resolved}, step)
     plain = audits.are_plain()
     for move, gradient, _ in reading.resolved:
         watched = move.watched

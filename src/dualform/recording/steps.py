@@ -305,8 +305,9 @@ class Steps:
 
     def _follow(self, record: StepRecord, moves: Sequence[Move], unscale: float) -> None:
         """Write down what the gradients are along the probes, and where that puts the weights."""
+        sketched = self._parameters.audits.sketched()
         for move in moves:
-            record.projection[move.watched.index] = move.watched.audit.sketched * unscale
+            record.projection[move.watched.index] = sketched[move.watched.index] * unscale
         self._advance([move for move in moves if move.account is None])
 
     def _advance(self, moves: Sequence[Move]) -> None:

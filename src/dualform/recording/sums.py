@@ -5,8 +5,10 @@ learning rule's scalars, G the gradients as the optimizer used them; the weights
 enter, so the sum can be compared with them.
 
 Why it is hard: a pass over two float64 sums per step would cost more than the training of many a
-layer. The rule is linear, so several steps are held and folded in at once, and a few thousand
-entries at a time, so that everything between reading and writing stays in the processor's cache.
+layer. The rule is linear, so several steps are held and folded in at once, a few thousand entries
+at a time, so that everything between reading and writing stays in the processor's cache. What the
+steps held add up to is summed in the precision of training (float32 at least): it is a small part
+of the weights, so its rounding is a small part of what every update rounds off the weights anyway.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from torch import Tensor
 
 from dualform.recording.audit import Transition
 
-HELD = 8
+HELD = 16
 """How many gradients are held before they are folded in."""
 
-BLOCK = 1 << 14
+BLOCK = 1 << 16
 """How many entries are folded at a time."""
 
 
@@ -31,8 +33,9 @@ class Accumulated:
     def __init__(self, weights: Tensor, momentum: Tensor) -> None:
         self._shape = weights.shape
         self._state = torch.stack([weights.reshape(-1).double(), momentum.reshape(-1).double()])
-        self._held: list[tuple[Transition, Tensor | None]] = []
-        self._places: list[Tensor] = []  # for copies of the gradients held
+        self._held: list[tuple[Transition, bool]] = []  # and whether there is a gradient
+        self._gradients = torch.empty(0, self._state.shape[1])  # those held, one below the other
+        self._rows = 0  # how many
 
     @classmethod
     def nothing(cls, like: Tensor) -> Accumulated:
@@ -58,7 +61,7 @@ class Accumulated:
     @property
     def held_bytes(self) -> int:
         """What the gradients held take."""
-        return sum(g.numel() * g.element_size() for _, g in self._held if g is not None)
+        return self._rows * self._gradients.shape[1] * self._gradients.element_size()
 
     def hold(self, transition: Transition, gradient: Tensor | None) -> None:
         """One more step, by a gradient; None: the rule acts on what is there, nothing is added.
@@ -66,34 +69,30 @@ class Accumulated:
         It is copied. Held on to, it would keep torch from using its memory again, and every step
         would have its gradients in another place, which no cache knows.
         """
-        copy = None
         if gradient is not None:
-            copy = self._place(gradient).copy_(gradient.reshape(-1))
-        self._held.append((transition, copy))
-
-    def _place(self, gradient: Tensor) -> Tensor:
-        number = sum(held is not None for _, held in self._held)
-        if number == len(self._places) or self._places[number].dtype != gradient.dtype:
-            self._places[number:] = [torch.empty(gradient.numel(), dtype=gradient.dtype)]
-        return self._places[number]
+            dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            if self._rows == HELD or dtype != self._gradients.dtype:
+                self.fold()
+            if not len(self._gradients) or dtype != self._gradients.dtype:
+                self._gradients = torch.empty(HELD, self._state.shape[1], dtype=dtype)
+            self._gradients[self._rows].copy_(gradient.reshape(-1))
+            self._rows += 1
+        self._held.append((transition, gradient is not None))
 
     def fold(self) -> None:
         """Put the steps held into the sums."""
         whole, factors = combined([transition for transition, _ in self._held])
-        added = [(f, g) for f, (_, g) in zip(factors, self._held, strict=True) if g is not None]
-        self._held = []
+        added = [f for f, (_, by) in zip(factors, self._held, strict=True) if by]
+        gradients = self._gradients[: self._rows]
+        self._held, self._rows = [], 0
         if not added and np.array_equal(whole, np.eye(2)):
             return
-        factor = torch.from_numpy(np.column_stack([whole, *(f for f, _ in added)]))
-        length = self._state.shape[1]
-        block = torch.empty(len(added) + 2, min(BLOCK, length), dtype=torch.float64)
-        for start in range(0, length, BLOCK):
-            here = slice(start, min(start + BLOCK, length))
-            part = block[:, : here.stop - start]
-            part[:2] = self._state[:, here]
-            for row, (_, gradient) in zip(part[2:], added, strict=True):
-                row.copy_(gradient[here])
-            self._state[:, here] = factor @ part
+        turn = torch.from_numpy(whole)
+        factor = torch.from_numpy(np.array(added).reshape(-1, 2).T).to(gradients.dtype)
+        for start in range(0, self._state.shape[1], BLOCK):
+            here = slice(start, start + BLOCK)
+            part, state = factor @ gradients[:, here], self._state[:, here]
+            state.copy_(torch.addmm(part.double(), turn, state))
 
 
 def combined(

@@ -43,7 +43,7 @@ class Tag:
         if shape in self._fits:
             return
         for name, values in self.columns.items():
-            if _spread(values, shape) is None:
+            if not _fits(values, shape):
                 raise RecordingError(
                     f"the tag {name!r} has shape {list(values.shape)}, but layer {layer!r} saw an "
                     f"input of leading shape {list(shape)} ({prod(shape)} patterns). Expected one "
@@ -61,7 +61,7 @@ class Tag:
         Positions are looked up once for all examples: 0, 1, 2, ... in order, or in another shape.
         Their patterns belong to no example, and get no tag.
         """
-        if any(_spread(values, shape) is None for values in self.columns.values()):
+        if not all(_fits(values, shape) for values in self.columns.values()):
             return False
         in_order = torch.arange(len(tokens)).to(tokens)
         return not (len(shape) == 1 and len(tokens) > 1 and torch.equal(tokens[:, 0], in_order))
@@ -128,18 +128,28 @@ def numbered(visits: Sequence[Visit]) -> tuple[Visit, ...]:
     return tuple(v._replace(call=order[v.step, v.microbatch].index(v.call)) for v in visits)
 
 
+def _fits(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    """Whether `values` can be laid over patterns of a leading shape."""
+    if values.ndim == 1:
+        return (shape[:1] or (1,)) == values.shape
+    return values.ndim == 0 or _is_per_position(values, shape) or shape == values.shape[:1]
+
+
+def _is_per_position(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return shape[:2] == values.shape or shape == (values.size,)
+
+
 def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
     """`values` repeated over patterns of a leading shape, None if they do not fit."""
     rows = prod(shape)
+    if not _fits(values, shape):
+        return None
     if values.ndim == 0:
         return np.full(rows, values[()])
-    if values.ndim == 1 and (shape[:1] or (1,)) == values.shape:
-        return np.repeat(values, rows // max(1, len(values)))
-    if values.ndim == 2 and (shape[:2] == values.shape or shape == (values.size,)):
+    if values.ndim == 1 or _is_per_position(values, shape):
         return np.repeat(values.ravel(), rows // max(1, values.size))
-    if values.ndim == 2 and shape == values.shape[:1]:  # a value per position, a pooled layer
-        return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
-    return None
+    # a value per position, a pooled layer
+    return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
 
 
 def expand(visits: Sequence[Visit], kinds: dict[str, str]) -> dict[str, NDArray[Any]]:
