@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.recording import clerk as room
+from dualform.recording import intake
 from dualform.recording.clerk import Clerk
 from dualform.recording.one_core import keep_to_one_core
 
@@ -22,6 +23,7 @@ from dualform.recording.one_core import keep_to_one_core
 @pytest.fixture(autouse=True)
 def everything_is_for_the_clerk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LITTLE", -1)
+    monkeypatch.setattr(intake, "LIGHT", 0)
 
 
 def network() -> nn.Sequential:
@@ -153,6 +155,63 @@ def test_only_so_many_jobs_wait_at_a_time() -> None:
     assert done[-1] == "more"
 
 
+def test_a_job_for_later_waits_for_another_one_and_keeps_its_place() -> None:
+    clerk, done = Clerk(), []
+    clerk.later(done.append, 1)
+    clerk.then(done.append, 2)
+    clerk.wait(even_for_later=False)
+    assert not done
+    clerk.give(done.append, 3)
+    clerk.wait()
+    assert done == [1, 2, 3]
+    clerk.later(done.append, 4)
+    clerk.wait()
+    assert done == [1, 2, 3, 4]
+    clerk.later(done.append, 5)
+    clerk.close()
+    assert done == [1, 2, 3, 4, 5]
+
+
+def test_no_more_than_a_few_jobs_wait_for_later() -> None:
+    clerk, enough = Clerk(), threading.Event()
+    for _ in range(room.WAITING):
+        clerk.later(list)
+    clerk.later(enough.set)
+    assert enough.wait(60)
+    clerk.close()
+
+
+def test_what_a_job_for_later_raises_comes_out_of_a_wait() -> None:
+    clerk = Clerk()
+    clerk.later(int, "one")
+    with pytest.raises(ValueError, match="one"):
+        clerk.wait()
+    clerk.close()
+
+
+@pytest.mark.parametrize("light", [0, 1 << 40])
+def test_whichever_way_jobs_are_given_the_memory_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, light: int
+) -> None:
+    monkeypatch.setattr(intake, "LIGHT", light)
+    batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double()
+    model, plain = network(), network()
+    with df.record(model, optimizer := sgd(model), tmp_path / "run"):
+        train(model, optimizer, batch)
+    train(plain, sgd(plain), batch)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    memory = df.Memory.open(tmp_path / "run")
+    assert torch.equal(memory.layer("0").keys, batch.repeat(7, 1))
+    assert df.DualForm(model, memory).verify(batch).passed
+
+
+def train(model: nn.Module, optimizer: SGD, batch: Tensor) -> None:
+    for _ in range(7):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_quiet_wait_forgets_what_a_job_has_raised() -> None:
     clerk = Clerk()
     clerk.give(int, "one")
@@ -169,10 +228,11 @@ def test_in_a_forked_process_jobs_are_done_at_once() -> None:
     child = os.fork()
     if not child:
         done: list[int] = []
-        clerk.give(done.append, 1)
+        clerk.later(done.append, 1)
+        clerk.give(done.append, 2)
         clerk.wait()
         clerk.close()
-        os._exit(0 if done == [1] else 1)
+        os._exit(0 if done == [1, 2] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     clerk.close()
 

@@ -27,6 +27,8 @@ from dualform.recording.one_core import keep_to_one_core
 Job = tuple[int, Callable[..., None], tuple[Any, ...]]
 """Its number, what to do, and with what."""
 
+Work = tuple[Callable[..., None], tuple[Any, ...]]
+
 LITTLE = 1 << 14
 """A job about so many numbers takes less time than waking the clerk: an idle one is left alone."""
 
@@ -43,6 +45,7 @@ class Clerk:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | _thread.LockType | None] = queue.SimpleQueue()
         self._given = self._done = 0
+        self._later: list[Work] = []
         self._trouble: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -53,29 +56,36 @@ class Clerk:
 
     def give(self, work: Callable[..., None], *args: Any) -> None:
         """One more job. In a process forked since there is no clerk: it is done at once."""
-        if os.getpid() != self._process:
-            work(*args)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="dualform-clerk", daemon=True)
-            self._thread.start()
+        self._bring()
         if self._given - self._done >= WAITING:
             self.wait()
-        self._given += 1
-        self._jobs.put((self._given, work, args))
+        self._put(work, args)
+
+    def later(self, work: Callable[..., None], *args: Any) -> None:
+        """One more job, which may wait until another is given: the two wake the clerk only once.
+
+        By then training is amid a backward pass and can do without the interpreter's lock.
+        """
+        self._later.append((work, args))
+        if len(self._later) > WAITING:
+            self._bring()
 
     def then(self, work: Callable[..., None], *args: Any) -> None:
         """After what was given; at once if all of that is done."""
-        if self._done == self._given:
+        if self._later:
+            self.later(work, *args)
+        elif self._done == self._given:
             work(*args)
         else:
             self.give(work, *args)
 
-    def wait(self, *, quietly: bool = False) -> None:
+    def wait(self, *, quietly: bool = False, even_for_later: bool = True) -> None:
         """Until all that was given is done; raises what one of the jobs has raised.
 
         Quietly: if something else is being raised already, that is forgotten.
         """
+        if even_for_later:
+            self._bring()
         if self._done != self._given and os.getpid() == self._process:
             lock = _thread.allocate_lock()
             lock.acquire()
@@ -86,8 +96,25 @@ class Clerk:
             if not quietly:
                 raise trouble
 
+    def _bring(self) -> None:
+        """Give what could wait until now, as one job."""
+        if self._later:
+            waiting, self._later = self._later, []
+            self._put(_do_all, (waiting,))
+
+    def _put(self, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if os.getpid() != self._process:
+            work(*args)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="dualform-clerk", daemon=True)
+            self._thread.start()
+        self._given += 1
+        self._jobs.put((self._given, work, args))
+
     def close(self) -> None:
         """End the thread; what was given is done first."""
+        self._bring()
         if self._thread is not None and os.getpid() == self._process:
             self._jobs.put(None)
             self._thread.join()
@@ -109,3 +136,8 @@ class Clerk:
             finally:
                 del job, work, args  # nothing is held on to while waiting for the next
                 self._done = number  # by number: Ctrl-C may have kept one from being put
+
+
+def _do_all(jobs: list[Work]) -> None:
+    for work, args in jobs:
+        work(*args)

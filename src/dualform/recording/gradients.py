@@ -34,7 +34,7 @@ class Gradients:
         self._step = step
         if backward != self._backward:
             self._backward = backward
-            self._clerk.wait()
+            self._clerk.wait(even_for_later=False)
             self._parameters.audits.catch_up()  # with what earlier passes brought
         dropped, anew = 0, []
         for watched in self._parameters.of_layer(layer):

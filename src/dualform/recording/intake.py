@@ -25,6 +25,10 @@ from dualform.recording.sink import Sink
 from dualform.recording.steps import Steps
 from dualform.recording.tags import Context, Tag, Visit, refuse_untagged
 
+LIGHT = 1 << 23
+"""A layer of fewer products is soon passed: the clerk would only wake to get in the way of the next
+one's hook."""
+
 
 class Intake:
     """Takes the patterns of one use of a layer after the other."""
@@ -88,7 +92,9 @@ class Intake:
                 Variable._execution_engine.queue_callback(partial(self._end, backward))
                 self._awaited = backward
             versions = keys._version, error_signals._version
-            self._clerk.give(self._keep_later, *patterns, backward, versions)
+            light = keys.numel() * layer.out_features < LIGHT
+            give = self._clerk.later if light else self._clerk.give
+            give(self._keep_later, *patterns, backward, versions)
         else:
             self._clerk.wait()
             self._keep(*patterns)

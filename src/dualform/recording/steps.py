@@ -277,8 +277,8 @@ class Steps:
         # the accountant looks at the gradients that its accounts count
         followed = [m for m in moves if m.account is None or m.gradient is None]
         if followed and self.clerk.is_for(16 * self._parameters.audits.rows):
-            self.clerk.give(self._follow, record, followed, reading.unscale)
-        else:
+            self.clerk.later(self._follow, record, followed, reading.unscale)
+        elif followed:
             self._follow(record, followed, reading.unscale)
         for move in moves:
             if move.account is None and move.gradient is not None:
