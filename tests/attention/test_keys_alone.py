@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,66 @@ def test_it_is_still_exact_wherever_the_sums_were_kept(
     twin = run.dual.to_model()
     assert difference(twin(run.inputs), run.model(run.inputs)) < 1e-12
     assert difference(run.dual(run.inputs, by="patterns"), run.model(run.inputs)) < 1e-12
+
+
+@pytest.fixture(scope="session")
+def long(train: Any) -> dict[torch.dtype, Any]:
+    """Runs of several fingerprints."""
+    options = {"error_signals": False, "segment_bytes": 1 << 16}
+    return {
+        dtype: train(steps=150, dtype=dtype, warm=3, options=options)
+        for dtype in (torch.float64, torch.float32)
+    }
+
+
+def scale_what_was_noted(tampering: Any, path: Path, step: int) -> None:
+    """What the log says of one step's gradients is 1 % larger."""
+    file, row = tampering.segment_of(path, step)
+
+    def scale(projections: Tensor) -> None:
+        projections[row] *= 1.01
+
+    tampering.edit_tensor(file, "log/projection", scale)
+    tampering.reseal(path)
+
+
+def scale_the_learned_part(tampering: Any, path: Path, step: int) -> None:
+    """What was learned by the end is a little more."""
+    file, _ = tampering.segment_of(path, 149)
+
+    def scale(learned: Tensor) -> None:
+        learned *= 1.001
+
+    tampering.edit_tensor(file, "learned/fc2.weight", scale)
+    tampering.reseal(path)
+
+
+FORGERIES: dict[str, Callable[[Any, Path, int], None]] = {
+    "a learning rate": lambda tools, path, step: tools.scale_learning_rate(path, step, 1.01),
+    "a gradient": scale_what_was_noted,
+    "what was learned": scale_the_learned_part,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("step", [0, 77, 149])
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forgery_of_1_percent_is_found_without_error_signals(
+    long: dict[torch.dtype, Any],
+    tampering: Any,
+    tmp_path: Path,
+    forgery: str,
+    step: int,
+    dtype: torch.dtype,
+) -> None:
+    run = long[dtype]
+    assert run.dual.verify().passed
+    shutil.copytree(run.path, tmp_path / "forged")
+    FORGERIES[forgery](tampering, tmp_path / "forged", step)
+    memory = df.Memory.open(tmp_path / "forged")
+    memory.check()  # every checksum matches: only arithmetic is left to tell
+    failures = df.DualForm(None, memory).verify().failures
+    assert "fingerprints" in {check.kind for check in failures}
 
 
 def test_parameters_are_summed_up_where_error_signals_are_not_kept(partly: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,9 +24,21 @@ STEPS = 30
 EVERY = 10
 
 
+KEYS_ALONE: dict[str, Any] = {"error_signals": False}
+BEYOND_THE_BUDGET: dict[str, Any] = {"layers": [], "step_budget": 0}
+"""What was learned is read off the weights, or summed up from the gradients."""
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, params=[KEYS_ALONE, BEYOND_THE_BUDGET], ids=["read off", "summed"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = request.param
+    Training.options = found
+    return found
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -35,7 +47,9 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 class Training:
-    """A run recorded with keys alone, which keeps its own gradients and weights."""
+    """A run recorded without patterns, which keeps its own gradients and weights."""
+
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, path: Path, after: Callable[[int, SGD], None], **sgd: Any) -> None:
         self.path, self.after = path, after
@@ -56,7 +70,7 @@ class Training:
         self.history.append(self.weights())
 
     def record(self, steps: int = STEPS, **options: Any) -> df.Memory:
-        options = {"error_signals": False, "snapshot_every": EVERY} | options
+        options = self.options | {"snapshot_every": EVERY} | options
         with df.record(self.model, self.optimizer, self.path, **options) as recorder:
             for number in range(steps):
                 self.step(number)
@@ -180,7 +194,7 @@ def test_what_the_accountant_meets_is_raised_where_training_is(
     training = Training(tmp_path, clear)
     monkeypatch.setattr(Accumulated, "hold", fail)
     with pytest.raises(df.RecordingError, match=r"accounting .* failed: MemoryError\('no room'\)"):
-        training.record()
+        training.record(**BEYOND_THE_BUDGET, error_signals=True)
     assert "dualform-accountant" not in {t.name for t in threading.enumerate()}
     assert not df.Memory.open(tmp_path).closed
 
@@ -209,7 +223,7 @@ def test_little_is_held_where_gradients_are_large(
 
     monkeypatch.setattr(Accumulated, "fold", count)
     training = Training(tmp_path, clear)
-    training.assert_exact(training.record())
+    training.assert_exact(training.record(**BEYOND_THE_BUDGET, error_signals=True))
     assert max(most) == 1
 
 
@@ -223,7 +237,7 @@ def test_the_thread_ends_with_the_recording(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_that_leaves_the_block_waits_for_nobody(tmp_path: Path) -> None:
     training = Training(tmp_path, clear)
-    options: dict[str, Any] = {"error_signals": False, "snapshot_every": EVERY}
+    options = training.options | {"snapshot_every": EVERY}
     with df.record(training.model, training.optimizer, tmp_path, **options) as recorder:
         for number in range(4):
             training.step(number)
@@ -246,7 +260,7 @@ def test_the_end_has_its_sums_where_the_last_step_was_committed_without_them(
 ) -> None:
     """Every step fills a segment here, and sums are too large to go with every one."""
     training = Training(tmp_path, clear)
-    options: dict[str, Any] = {"error_signals": False, "segment_bytes": 1, "snapshot_every": 100}
+    options = training.options | {"segment_bytes": 1, "snapshot_every": 100}
     with df.record(training.model, training.optimizer, tmp_path, **options) as recorder:
         for number in range(7):
             training.step(number)

@@ -12,6 +12,8 @@ Three checks per parameter, each with a residual and the bound that honest round
   rates; because it starts afresh at each fingerprint, errors early in a run are not buried. A
   parameter that was never trained has to show its initial fingerprint to the last digit, always.
   Where not every step was recorded, it goes from one kept sum of the unrecorded steps to the next.
+  Where only a learned part is kept, it has to show the fingerprints of its steps, and what was
+  noted of every gradient has to lead from each to the next (`sketched_checks.py`).
 - *weights*: all of W, rebuilt from nothing but initial state, log and patterns, against the
   model's. Residual: |W − dual| / max|W| of the worst entry. Bound: `ENTRY_DEVIATIONS` of the drift
   over all steps. It finds another model.
@@ -33,6 +35,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from math import sqrt
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,10 +44,12 @@ from torch import Tensor, nn
 
 from dualform.attention import engine, preconditioned_checks, queries
 from dualform.attention.rounding import DOUBLE, buffer_sizes, carried, drift, unmoved
+from dualform.attention.sketched_checks import check_sketched
 from dualform.attention.tally import Tally, tallies
 from dualform.attention.verification import Check, Verification
 from dualform.attention.view import View
 from dualform.layers.fast_path import layer_by_layer
+from dualform.memory.following import rms
 
 STEP_SLACK = 128.0
 """How many eps a step's projected gradient may differ by, in units of its gross sum."""
@@ -95,6 +100,7 @@ def verify(
             found[name] += _check_untrained(view, name)
         else:
             found[name] += _check_accumulated(view, name, (reference or {}).get(name))
+            found[name] += check_sketched(view, name, _eps(view, name), _smallest(view, name))
 
     for sums in tallies(view, rebuilt, progress):
         check(sums.parameter, sums)
@@ -246,10 +252,10 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
         momentum = _project(buffer, sums.probe, rows)
     # W v may cancel where the roundings of W's entries do not: its size is at least theirs.
     entries = _project(memory.initial(name).double().square(), sums.probe.square(), rows).sqrt()
-    size = max(_rms(entries), _rms(weights), sums.largest_print)
+    size = max(rms(entries), rms(weights), sums.largest_print)
     # Fingerprints are float64 sums themselves, and so is what they are compared with.
     terms = memory.initial(name).double().abs()
-    summed = SUM_ROUNDINGS * DOUBLE * max(_rms(_project(terms, sums.probe.abs(), rows)), size)
+    summed = SUM_ROUNDINGS * DOUBLE * max(rms(_project(terms, sums.probe.abs(), rows)), size)
     eps = _eps(view, name)
     log, applied, unrecorded = sums.as_rounded()
     expected = drift(
@@ -276,19 +282,19 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
         moved = ww * weights + wm * momentum + sums.written[0, i]
         buffered = mw * weights + mm * momentum + sums.written[1, i]
         stop, taken, start = at_stop.step, at_stop.step - start, at_stop.step
-        lost = float(unmoved(torch.tensor(_rms(moved - weights)), size, taken, eps))
+        lost = float(unmoved(torch.tensor(rms(moved - weights)), size, taken, eps))
         weights = at_stop.values[name].double()
         momentum = at_stop.momentum.get(name, buffered).double()
-        scale = _rms(weights) or size or 1.0
+        scale = rms(weights) or size or 1.0
         allowed = (float(bounds[i, 0]) + lost) / scale
-        found = [Check(name, "fingerprints", _rms(moved - weights) / scale, allowed, stop)]
+        found = [Check(name, "fingerprints", rms(moved - weights) / scale, allowed, stop)]
         if name in at_stop.momentum:
-            scale = _rms(momentum) or 1.0
+            scale = rms(momentum) or 1.0
             allowed = float(bounds[i, 1]) / scale
             found.append(
-                Check(name, "fingerprints", _rms(buffered - momentum) / scale, allowed, stop)
+                Check(name, "fingerprints", rms(buffered - momentum) / scale, allowed, stop)
             )
-        worst = max([worst, *found], key=_severity)
+        worst = max([worst, *found], key=attrgetter("severity"))
     return [worst]
 
 
@@ -305,7 +311,7 @@ def _check_untrained(view: View, name: str) -> list[Check]:
             off = (seen.values[name].double() - expected).abs()
             relative = torch.where(off == 0, 0.0, off / gross).nan_to_num(torch.inf)
             check = Check(name, "fingerprints", float(relative.max()), bound, seen.step)
-            worst = max([worst, check], key=_severity)
+            worst = max([worst, check], key=attrgetter("severity"))
     return [worst]
 
 
@@ -322,7 +328,7 @@ def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Ch
     probe = memory.probe(name).double()
     eps = _eps(view, name)
     initial = _project(memory.initial(name), probe, memory.parameters[name].height)
-    size = max(_rms(p) for p in [initial, *(f.values[name].double() for f in kept)])
+    size = max(rms(p) for p in [initial, *(f.values[name].double() for f in kept)])
     sizes, left_out = memory.sizes(name)[:, : view.at], memory.left_out(name)
     expected = drift(
         view.log(name),
@@ -340,16 +346,16 @@ def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Ch
     for seen, bound in zip(kept, bounds, strict=True):
         values = seen.values[name].double()
         weights = _project(_begun(View(memory, seen.step), name), probe, len(values))
-        scale = max(_rms(values), _rms(weights)) or 1.0
-        moved = torch.tensor(_rms(weights + left_out - initial))
+        scale = max(rms(values), rms(weights)) or 1.0
+        moved = torch.tensor(rms(weights + left_out - initial))
         allowed = (bound + float(unmoved(moved, size, seen.step, eps))) / scale + eps
-        off, stated = _rms(weights - values) / scale, _rms(left_out) / scale
+        off, stated = rms(weights - values) / scale, rms(left_out) / scale
         check = Check(name, "fingerprints", off, allowed + stated, seen.step)
-        worst = max([worst, check], key=_severity)
+        worst = max([worst, check], key=attrgetter("severity"))
         if compacted:
             both = [values]
             both += [] if trained is None else [_project(trained, probe, len(values))]
-            off = max(_rms(weights + left_out - v) / scale for v in both)
+            off = max(rms(weights + left_out - v) / scale for v in both)
             whole.append(Check(name, "left out", off, allowed, seen.step))
     return [worst, *whole] if kept else []
 
@@ -409,15 +415,3 @@ def _flat(output: Any) -> Tensor:
 
 def _project(tensor: Tensor, probe: Tensor, rows: int) -> Tensor:
     return tensor.double().reshape(rows, -1) @ probe
-
-
-def _rms(vector: Tensor) -> float:
-    return float(vector.norm()) / sqrt(max(vector.numel(), 1))
-
-
-def _severity(check: Check) -> float:
-    if check.residual == 0:
-        return 0.0
-    if not np.isfinite(check.residual) or check.bound <= 0:
-        return float("inf")
-    return float(check.residual / check.bound)

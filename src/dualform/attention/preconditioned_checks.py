@@ -15,6 +15,7 @@ How far honest rounding may be off, entry by entry, is followed on the way
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -115,7 +116,7 @@ class _Checking:
             scale = rms(buffer.double()) or 1.0
             one = Check(name, "fingerprints", rms(off) / scale, rms(allowed) / scale, seen.step)
             found.append(one)
-        self.worst_print = max([self.worst_print, *found], key=severity)
+        self.worst_print = max([self.worst_print, *found], key=attrgetter("severity"))
         self.last = values, here, now.copy()
 
     def _compare_state(self, step: int) -> None:
@@ -141,7 +142,7 @@ class _Checking:
             allowed = DEVIATIONS * (errors.weights.sqrt() + errors.lost)
             allowed = allowed + 4 * self.eps * own.abs() + self.followed.smallest
             found.append(self._worst("states", own, other, allowed, step))
-        self.worst_state = max([self.worst_state, *found], key=severity)
+        self.worst_state = max([self.worst_state, *found], key=attrgetter("severity"))
 
     # -- at the end ----------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ def check_stated(view: View, name: str, reference: Tensor | None) -> Found:
             summed = rms(weights.abs() @ probe.abs()) or 1.0
             off = rms(weights @ probe - seen.values[name].double()) / summed
             found = Check(name, "fingerprints", off, SUM_ROUNDINGS * DOUBLE, seen.step)
-            worst = max([worst, found], key=severity)
+            worst = max([worst, found], key=attrgetter("severity"))
     weights = view.base(name)
     checks = [worst]
     if reference is not None and weights.numel():
@@ -212,12 +213,3 @@ def check_stated(view: View, name: str, reference: Tensor | None) -> Found:
         off = float((weights - reference.double()).abs().max()) / scale
         checks.insert(0, Check(name, "weights", off, SUM_ROUNDINGS * DOUBLE))
     return Found(checks, weights, SUM_ROUNDINGS * DOUBLE)
-
-
-def severity(check: Check) -> float:
-    """How many times its bound a residual is."""
-    if check.residual == 0:
-        return 0.0
-    if not np.isfinite(check.residual) or check.bound <= 0:
-        return float("inf")
-    return float(check.residual / check.bound)

@@ -26,6 +26,7 @@ from dualform.attention.view import View
 from dualform.layers.kinds import write
 from dualform.learning_rules import ParameterLog
 from dualform.memory import Fingerprint, LayerMemory
+from dualform.memory.following import rms
 
 
 class Tally:
@@ -40,7 +41,7 @@ class Tally:
         self.seen = memory.audit_projections(parameter)[: view.at]  # u·(grad v), by training
         self.unrecorded = memory.is_unrecorded(parameter)[: view.at]
         known = [f for f in memory.fingerprints if f.step <= view.at and parameter in f.values]
-        self.largest_print = max((_rms(f.values[parameter]) for f in known), default=0.0)
+        self.largest_print = max((rms(f.values[parameter]) for f in known), default=0.0)
         if self.unrecorded.any():
             known = _without_unrecorded(view, parameter, known)
         self.fingerprints = known
@@ -234,10 +235,6 @@ def _without_unrecorded(
             left = {} if buffer is None else {parameter: buffer.double() - momentum}
             found.append(Fingerprint(seen.step, own, left))
     return found
-
-
-def _rms(vector: Tensor) -> float:
-    return float(vector.double().norm()) / sqrt(max(vector.numel(), 1))
 
 
 def _slots(found: list[Stretch], steps: int) -> list[tuple[engine.Rows, engine.Reals]]:

@@ -41,6 +41,15 @@ class Check:
         """Whether the residual is finite and within its bound."""
         return bool(np.isfinite(self.residual) and self.residual <= self.bound)
 
+    @property
+    def severity(self) -> float:
+        """How far the residual is on its way to the bound: more than 1 is a failure."""
+        if self.residual == 0:
+            return 0.0
+        if not np.isfinite(self.residual) or self.bound <= 0:
+            return float("inf")
+        return self.residual / self.bound
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for `json.dumps`."""
         finite = self.residual if np.isfinite(self.residual) else None

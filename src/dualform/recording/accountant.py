@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,7 +66,8 @@ class Account:
     """One parameter as the accountant follows it."""
 
     watched: Watched
-    sum: Accumulated
+    sum: Accumulated | None
+    """None where what was learned can be read off the weights: only these are predicted then."""
     probe: Tensor
     lends: bool = False
     """Whether gradients are lent rather than copied."""
@@ -121,7 +122,7 @@ class Accountant:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def open(self, watched: Watched, learned: Accumulated, *, lendable: bool = True) -> None:
+    def open(self, watched: Watched, learned: Accumulated | None, *, lendable: bool = True) -> None:
         """Follow a parameter from here on; its gradients are lent only if that may be."""
         probe = watched.audit.probe64.to(watched.audit.probe.dtype)
         account = Account(watched, learned, probe, habit_known=not lendable)
@@ -190,7 +191,8 @@ class Accountant:
         for loan in account.loans:
             loan.record.projection[watched.index] = np.nan
         account.loans, account.lends = [], False
-        account.sum = self._restart(watched)
+        learned = self._restart(watched)
+        account.sum = None if account.sum is None else learned
 
     def catch_up(self) -> None:
         """Every prediction is up to date."""
@@ -244,7 +246,8 @@ class Accountant:
                         self._follow(number, updates)
                     del updates  # gradients are not held on to while waiting for others
                 if isinstance(job, Pause) and job.fold:
-                    self._fold(self.accounts.values())
+                    for one in self._sums():
+                        one.fold()
             except BaseException as error:
                 self._failure = error
             finally:
@@ -263,14 +266,17 @@ class Accountant:
                 record.projection[account.watched.index] = audit.sketch.dot(projected) * unscale
             change, pull = advance_along(audit.weights, audit.momentum, projected, transition)
             audit.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
-            account.sum.hold(transition, gradient)
+            if account.sum is not None:
+                account.sum.hold(transition, gradient)
             account.taken = number
-        full = sum(a.sum.held_bytes for a in self.accounts.values()) >= HELD_BYTES
-        self._fold(a for a in self.accounts.values() if full or a.sum.held >= HELD)
+        sums = self._sums()
+        full = sum(one.held_bytes for one in sums) >= HELD_BYTES
+        for one in sums:
+            if full or one.held >= HELD:
+                one.fold()
 
-    def _fold(self, accounts: Iterable[Account]) -> None:
-        for account in accounts:
-            account.sum.fold()
+    def _sums(self) -> list[Accumulated]:
+        return [a.sum for a in self.accounts.values() if a.sum is not None]
 
 
 def _is_its_own(gradient: Tensor) -> bool:

@@ -2,9 +2,12 @@
 
 A norm's gain, an embedding, a parameter used in functional code: its gradient is kept as the
 optimizer used it, step by step, as long as the byte budget lasts. Beyond it only the learned part
-is kept, and written down every so many steps: `sums.py` says how, `accountant.py` who does it. The
-parameters of layers recorded with keys alone, whose gradients may be as large as the layer's
-patterns, are summed up from the start.
+is kept, and written down every so many steps: `sums.py` says how, `accountant.py` who does it.
+
+The gradients of layers recorded with keys alone may be as large as the layer's patterns, and nobody
+will ask who wrote what. What they learned is read off the weights from the start, W less the share
+that is left of W_0 and m_0. That it was the gradients that put them there is still audited, by
+their projections at every step.
 """
 
 from __future__ import annotations
@@ -30,16 +33,16 @@ class StepAccounts:
         budget: int,
         audits: Audits,
         accountant: Accountant,
-        initial: Callable[[str], Tensor],
+        learned: Callable[[Watched], Tensor],
     ) -> None:
         self._left = budget
-        self._initial = initial
+        self._learned = learned
         self._audits = audits
         self._accountant = accountant
         self.since: dict[str, int] = {}
         """From which step on each parameter without patterns is summed up."""
         self.stated: dict[str, Watched] = {}
-        """Those of them that no sum follows: under an adaptive rule it is W − W_0, as it is."""
+        """Those of them that no sum follows: it is read off the weights."""
         self.unrecorded: list[str] = []
         """Parameters with patterns, of which some steps are summed up."""
 
@@ -48,20 +51,18 @@ class StepAccounts:
     ) -> None:
         """A resumed run: so many bytes are kept of a parameter, or its learned part since then."""
         self._left -= kept
-        if since is not None and watched.rule is not None:
+        if since is None:
+            return
+        if watched.rule is not None or watched.keys_alone:
             self._state(watched, since)
-        if state is not None and since is not None:
+        elif state is not None:
             self.since[watched.name] = since
             self._open(watched, state)
 
     def account(self, watched: Watched, step: int) -> Account | None:
         """The account that sums up a parameter; None while its gradients are kept."""
         if watched.name not in self.since and watched.keys_alone:
-            if watched.rule is not None:
-                self._state(watched, step)
-            else:
-                self.since[watched.name] = step
-                self._open(watched, Accumulated.nothing(watched.parameter))
+            self._state(watched, step)
         return self._accountant.accounts.get(watched.name)
 
     def unrecorded_account(self, watched: Watched) -> Account:
@@ -106,13 +107,15 @@ class StepAccounts:
     def _state(self, watched: Watched, since: int) -> None:
         self.since[watched.name] = since
         self.stated[watched.name] = watched
+        if watched.rule is None:
+            self._open(watched, None)
 
     @property
     def any(self) -> bool:
         """Whether there is a sum of any kind."""
         return bool(self._accountant.accounts or self.stated)
 
-    def _open(self, watched: Watched, state: Accumulated, *, lendable: bool = True) -> None:
+    def _open(self, watched: Watched, state: Accumulated | None, *, lendable: bool = True) -> None:
         self._audits.leave(watched.audit)
         self._accountant.open(watched, state, lendable=lendable)
 
@@ -127,14 +130,18 @@ class StepAccounts:
 
     def sums(self) -> dict[str, Tensor]:
         """Every sum now, under the name it is stored by; the accounts must be settled."""
-        accounts, found = self._accountant.accounts, {}
+        found = {}
         for name in self.since:
-            if name in self.stated:
-                weights = self.stated[name].parameter.detach().cpu().double()
-                found[f"learned/{name}"] = weights - self._initial(name)
-            else:
-                found[f"learned/{name}"] = accounts[name].sum.weights.clone()
+            stated = self.stated.get(name)
+            found[f"learned/{name}"] = (
+                self._sum(name).weights.clone() if stated is None else self._learned(stated)
+            )
         for name in self.unrecorded:
-            found[f"unrecorded/{name}"] = accounts[name].sum.weights.clone()
-            found[f"unrecorded_momentum/{name}"] = accounts[name].sum.momentum.clone()
+            found[f"unrecorded/{name}"] = self._sum(name).weights.clone()
+            found[f"unrecorded_momentum/{name}"] = self._sum(name).momentum.clone()
+        return found
+
+    def _sum(self, name: str) -> Accumulated:
+        found = self._accountant.accounts[name].sum
+        assert found is not None
         return found

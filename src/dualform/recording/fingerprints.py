@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dualform.learning_rules import State, momentum_buffer
 from dualform.recording.parameters import Parameters, Watched
 
-FINGERPRINT_EVERY = 48
+FINGERPRINT_EVERY = 64
 """Most steps between one fingerprint and the next."""
 
 Array = np.ndarray[Any, Any]

@@ -65,7 +65,8 @@ class Together:
             else:
                 part = gradient if rows is EVERY_ROW else gradient[rows]
                 seen.append(torch.mv(part, audit.probe, out=turn.products[number]))
-        torch._foreach_copy_(places, seen)
+        if places:
+            torch._foreach_copy_(places, seen)
         for audit, gradient in apart:
             audit.look_at(gradient, step)
 

@@ -74,9 +74,7 @@ class Steps:
         self._findings = findings
         self.clerk = clerk
         self.accountant = Accountant(self._start_again)
-        self.accounts = StepAccounts(
-            step_budget, parameters.audits, self.accountant, self._initial_of
-        )
+        self.accounts = StepAccounts(step_budget, parameters.audits, self.accountant, self._learned)
         self.states: OptimizerStates | None = None
         self._known_rules = known_rules
         self._without_patterns = without_patterns
@@ -167,7 +165,8 @@ class Steps:
             self._read_resolved(reading, move, gradient)
         elif self._known_rules:
             move.account = self.accounts.account(watched, self.step)
-            move.gradient = None if watched.name in self.accounts.stated else gradient
+            if watched.rule is None or watched.name not in self.accounts.stated:
+                move.gradient = gradient
         if move.account is None:
             if move.gradient is not None:
                 move.gradient = gradient.detach().to("cpu", copy=True)
@@ -346,8 +345,9 @@ class Steps:
         watched.spoiled = True
         self._findings.unexplained_weights(self.step, watched, reason)
 
-    def _initial_of(self, name: str) -> Tensor:
-        return TensorFile(self._path / INITIAL).tensor(f"parameters/{name}").double()
+    def _learned(self, watched: Watched) -> Tensor:
+        """What training has added to a parameter so far, read off its weights."""
+        return self._learned_now(watched).weights
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""

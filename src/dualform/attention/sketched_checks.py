@@ -1,0 +1,83 @@
+"""What can be checked of a parameter of which only the learned part is kept: two numbers per step.
+
+Training wrote down u·(grad v) of every gradient it used, and W v and m v now and then. By the
+learning rule the first must lead from one of the second to the next: u·W v is a number that follows
+the same recursion as every entry of W. Nothing of it depends on the learned part that is kept, nor
+on the weights that were written down with it, so a learning rate that is not what it was, a step
+that is missing or a gradient that is another one shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from dualform.attention.rounding import buffer_sizes, drift, stretches, unmoved
+from dualform.attention.verification import Check
+from dualform.attention.view import View
+from dualform.memory.following import rms
+
+DEVIATIONS = 24.0
+"""How many standard deviations of accumulated rounding the one number may be off by."""
+
+PRODUCT = 16.0
+"""How many roundings of its own size a gradient's projection, a sum in its precision, may show."""
+
+
+def check_sketched(view: View, name: str, eps: float, smallest: float) -> list[Check]:
+    """u·W v from each fingerprint to the next, by what was noted of the gradients in between.
+
+    Residual: the difference over the root mean square of W v, where it is worst.
+    """
+    memory = view.memory
+    noted = memory.audit_projections(name)[: view.at]
+    known = [f for f in memory.fingerprints if f.step <= view.at and name in f.values]
+    if not known:
+        return []
+    probe, sketch = memory.probe(name).double(), memory.sketch(name).double()
+    start, buffer = memory.initial(name).double(), memory.initial_momentum(name)
+    start = start.reshape(-1, len(probe))
+    weight, momentum = float(sketch @ (start @ probe)), 0.0
+    if buffer is not None:
+        momentum = float(sketch @ (buffer.double().reshape(start.shape) @ probe))
+    entries = (start.square() @ probe.square()).sqrt()
+    size = max(rms(values) for values in (entries, *(f.values[name].double() for f in known)))
+    # What was noted of a gradient is all of it: scaled already, with what was carried into it.
+    log = replace(view.log(name), kappa=np.ones(view.at), first=np.arange(view.at))
+    seen = np.nan_to_num(noted)
+    typical = float(np.sqrt(np.mean(seen**2))) if len(seen) else 0.0
+    stops = np.array([f.step for f in known], dtype=np.int64)
+    bounds = drift(
+        log,
+        stops,
+        eps=eps,
+        gradient_eps=eps,
+        size=size,
+        gross=PRODUCT * np.maximum(np.abs(seen), typical),
+        anchored=True,
+        buffers=buffer_sizes(log, seen, weight, momentum),
+    ).bound(DEVIATIONS)[:, 0]
+    worst = Check(name, "fingerprints", 0.0, eps)
+    first = 0
+    for stretch, at_stop, bound in zip(stretches(log, stops), known, bounds.tolist(), strict=True):
+        here = slice(first, at_stop.step)
+        added = stretch.steps.T @ seen[here]
+        (ww, wm), (mw, mm) = stretch.whole.tolist()
+        moved = ww * weight + wm * momentum + float(added[0])
+        carried = mw * weight + mm * momentum + float(added[1])
+        now = float(sketch @ at_stop.values[name].double())
+        if not np.isnan(noted[here]).any():  # a gradient was changed before it could be noted
+            lost = unmoved(torch.tensor(now - weight), size, at_stop.step - first, eps)
+            scale = rms(at_stop.values[name].double()) or size or 1.0
+            allowed = (bound + 4 * float(lost) + smallest) / scale
+            check = Check(name, "fingerprints", abs(moved - now) / scale, allowed, at_stop.step)
+            worst = max([worst, check], key=attrgetter("severity"))
+        weight, first = now, at_stop.step
+        if name in at_stop.momentum:
+            momentum = float(sketch @ at_stop.momentum[name].double())
+        else:
+            momentum = carried
+    return [worst]
