@@ -82,6 +82,17 @@ def scale_what_was_noted(tampering: Any, path: Path, step: int) -> None:
     tampering.reseal(path)
 
 
+def forget_what_was_noted(tampering: Any, path: Path, step: int) -> None:
+    """Nothing is known of one step's gradients, and no remark says why."""
+    file, row = tampering.segment_of(path, step)
+
+    def forget(projections: Tensor) -> None:
+        projections[row] = torch.nan
+
+    tampering.edit_tensor(file, "log/projection", forget)
+    tampering.reseal(path)
+
+
 def scale_the_learned_part(tampering: Any, path: Path, step: int) -> None:
     """What was learned by the end is a little more."""
     file, _ = tampering.segment_of(path, 149)
@@ -96,6 +107,7 @@ def scale_the_learned_part(tampering: Any, path: Path, step: int) -> None:
 FORGERIES: dict[str, Callable[[Any, Path, int], None]] = {
     "a learning rate": lambda tools, path, step: tools.scale_learning_rate(path, step, 1.01),
     "a gradient": scale_what_was_noted,
+    "no gradient": forget_what_was_noted,
     "what was learned": scale_the_learned_part,
 }
 

@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.recording import accountant as room
+from dualform.recording import sums
 from dualform.recording.accountant import Accountant
 from dualform.recording.sums import HELD, Accumulated, combined
 
@@ -183,6 +184,67 @@ def test_a_gradient_touched_while_it_is_lent_is_found_out(
     assert any("changed in place after the update" in remark for remark in memory.remarks)
     training.assert_exact(memory)
     assert np.isnan(memory.audit_projections("0.weight")[13])
+
+
+def test_a_loop_that_begins_to_zero_gradients_behind_torchs_back_is_seen_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parcel is one step: the accountant reads a gradient only after it was zeroed."""
+    monkeypatch.setattr(room, "PARCEL_BYTES", 1)
+
+    def clear_then_zero(number: int, optimizer: SGD) -> None:
+        (clear if number < 13 else zero_data)(number, optimizer)
+
+    training = Training(tmp_path, clear_then_zero)
+    memory = training.record()
+    assert training.lends[12]
+    assert not training.lends[-1]
+    assert any("changed in place after the update" in remark for remark in memory.remarks)
+    training.assert_exact(memory)
+
+
+def test_words_that_ctrl_c_kept_from_being_said_block_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "PARCEL_BYTES", 1)
+    training = Training(tmp_path, clear)
+    options = training.options | {"snapshot_every": EVERY}
+    with df.record(training.model, training.optimizer, tmp_path, **options) as recorder:
+        accountant = recorder._steps.accountant
+        for number in range(12):
+            training.step(number)
+            if number in (3, 5, 7, 8):
+                accountant._told += 1
+    training.assert_exact(df.Memory.open(tmp_path))
+
+
+def test_gradients_of_any_size_are_held_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "HELD_BYTES", 1000)
+    for size, rows in ((1, HELD), (100, 2), (250, 1), (10_000, 1)):
+        learned = Accumulated.nothing(torch.zeros(size))
+        for _ in range(5):
+            learned.hold((1.0, 0.0, 0.0, 0.0, -1.0, 0.0), torch.ones(size))
+        assert len(learned._gradients) == rows
+        learned.fold()
+        assert torch.equal(learned.weights, torch.full((size,), -5.0).double())
+
+
+@pytest.mark.filterwarnings("ignore:dualform")
+def test_a_memory_that_is_not_exact_is_gone_on_with_from_the_right_share(tmp_path: Path) -> None:
+    """One parameter was edited; the others, under decay, stay what the rule makes of them."""
+
+    def edit(number: int, optimizer: SGD) -> None:
+        optimizer.zero_grad()
+        if number == 5:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][-1].add_(1.0)
+
+    training = Training(tmp_path, edit, weight_decay=0.05)
+    training.record(steps=10, audit="warn")
+    memory = training.record(steps=3, audit="warn", resume=True)
+    assert not memory.exact
+    for check in df.DualForm(training.model, memory).verify().checks:
+        assert check.passed or check.parameter == "2.bias"
 
 
 def test_what_the_accountant_meets_is_raised_where_training_is(

@@ -24,6 +24,7 @@ from dualform.recording.one_core import keep_to_one_core
 def everything_is_for_the_clerk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LITTLE", -1)
     monkeypatch.setattr(intake, "LIGHT", 0)
+    monkeypatch.setattr(intake, "TOGETHER", 0)
 
 
 def network() -> nn.Sequential:
@@ -189,11 +190,51 @@ def test_what_a_job_for_later_raises_comes_out_of_a_wait() -> None:
     clerk.close()
 
 
+def test_a_job_for_later_survives_ctrl_c_on_its_way() -> None:
+    clerk, done = Clerk(), []
+    clerk.give(list)
+    clerk.wait()
+    put, clerk._put = clerk._put, interrupt  # type: ignore[method-assign]
+    clerk.later(done.append, 1)
+    with pytest.raises(KeyboardInterrupt):
+        clerk.wait()
+    clerk._put = put  # type: ignore[method-assign]
+    clerk.close()
+    assert done == [1]
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_training_waits_where_too_many_jobs_wait_for_later() -> None:
+    clerk, go_on, done = Clerk(), threading.Event(), []
+    clerk.give(go_on.wait, 60)
+    for number in range(2 * room.WAITING):
+        clerk.later(done.append, number)
+    assert not done
+    threading.Timer(0.05, go_on.set).start()
+    clerk.later(done.append, "more")
+    assert done == [*range(2 * room.WAITING), "more"]
+    clerk.close()
+
+
+def test_a_clerk_with_jobs_for_later_takes_small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LITTLE", 10)
+    clerk = Clerk()
+    assert not clerk.is_for(5)
+    clerk.later(list)
+    assert clerk.is_for(5)
+    clerk.close()
+
+
 @pytest.mark.parametrize("light", [0, 1 << 40])
+@pytest.mark.parametrize("together", [0, 1, 2, 3])
 def test_whichever_way_jobs_are_given_the_memory_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, light: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, light: int, together: int
 ) -> None:
     monkeypatch.setattr(intake, "LIGHT", light)
+    monkeypatch.setattr(intake, "TOGETHER", together)
     batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double()
     model, plain = network(), network()
     with df.record(model, optimizer := sgd(model), tmp_path / "run"):

@@ -14,7 +14,7 @@ torch counts a tensor's in-place changes. Should a lent one have been touched, w
 cannot be trusted. The sum is then taken from the weights themselves, as they are now, a remark says
 so, and that parameter's gradients are copied from there on.
 
-Memory: besides the sums (16 bytes per entry of a parameter), the gradients of `WAITING` + 1 parcels
+Memory: besides the sums (16 bytes per entry of a parameter), the gradients of `WAITING` + 2 parcels
 (one step each, unless `PARCEL_BYTES` hold more), and those held to be folded: of `HELD` steps, or
 as many as `HELD_BYTES` hold.
 """
@@ -40,16 +40,13 @@ from dualform.recording.audit import Transition, advance_along, as_matrix
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched
 from dualform.recording.ring import StepRecord
-from dualform.recording.sums import HELD, Accumulated
+from dualform.recording.sums import HELD, HELD_BYTES, Accumulated
 
 WAITING = 2
 """How many parcels may wait for the accountant; then training waits."""
 
 PARCEL_BYTES = 1 << 20
 """Small gradients are handed over several steps at once: waking a thread costs more than they."""
-
-HELD_BYTES = 64 << 20
-"""Gradients are folded before they take more than this (one step's may)."""
 
 
 class Loan(NamedTuple):
@@ -75,8 +72,10 @@ class Account:
     """The gradient, and its version, from which the loop's habit will be learned."""
     habit_known: bool = False
     loans: list[Loan] = field(default_factory=list)
+    bytes: int = 0
+    """What a gradient takes."""
     taken: int = 0
-    """The last step whose gradient is taken into the sum: nothing before it is read any more."""
+    """The last step whose gradient is taken in: nothing before it is read any more."""
 
 
 class Update(NamedTuple):
@@ -115,7 +114,8 @@ class Accountant:
         self.accounts: dict[str, Account] = {}
         self._handed: deque[tuple[int, list[Update]]] = deque()  # steps, by one operation each
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._room = threading.Semaphore(WAITING)
+        self._told = self._seen = 0  # of how many parcels the accountant was told, and has looked
+        self._due = False  # whether there is one that it was not told of
         self._number = 0  # of the last step handed over
         self._parcel_steps = self._parcel_bytes = 0
         self._failure: BaseException | None = None
@@ -125,7 +125,9 @@ class Accountant:
     def open(self, watched: Watched, learned: Accumulated | None, *, lendable: bool = True) -> None:
         """Follow a parameter from here on; its gradients are lent only if that may be."""
         probe = watched.audit.probe64.to(watched.audit.probe.dtype)
-        account = Account(watched, learned, probe, habit_known=not lendable)
+        parameter = watched.parameter
+        size = parameter.numel() * parameter.element_size()
+        account = Account(watched, learned, probe, habit_known=not lendable, bytes=size)
         # a new table, not a new entry: the accountant may be going through the old one
         self.accounts = self.accounts | {watched.name: account}
 
@@ -153,18 +155,47 @@ class Accountant:
             account = update.account
             if update.gradient is None:
                 continue
-            self._parcel_bytes += update.gradient.numel() * update.gradient.element_size()
+            self._parcel_bytes += account.bytes
             original, version = originals[account.watched.name]
             if update.gradient is original:
                 account.loans.append(Loan(number, original, version, update.record))
-            elif not account.habit_known and original.device.type == "cpu":
+            elif not account.habit_known and original.is_cpu:
                 account.first = original, version
         self._handed.append((number, updates))
         self._parcel_steps += 1
         if self._parcel_steps >= HELD or self._parcel_bytes >= PARCEL_BYTES:
             self._parcel_steps = self._parcel_bytes = 0
-            self._room.acquire()
+            self.wake()
+            self._due = True
+
+    def wake(self) -> None:
+        """Have the accountant see to what was handed over; waits if it is far behind.
+
+        Right after an update training is busy with small things and needs the interpreter's lock;
+        amid its forward pass it does not. So this is called then, or by the next update.
+        """
+        if self._due and os.getpid() == self._process:
+            self._due = False
+            if self._told - self._seen >= WAITING:
+                self._wait(fold=False)
+                self._told = self._seen  # Ctrl-C may have kept a word from being said
+            self._told += 1
             self._jobs.put("look")
+
+    def make_room(self) -> None:
+        """Before a backward pass: gradients lent that are done with are let go of.
+
+        One that is still `.grad` is about to be added to, or has been emptied in its place.
+        """
+        for account in self.accounts.values():
+            if account.loans:
+                last = account.loans[-1].original
+                self._check(account, touched=last is account.watched.parameter.grad)
+
+    def _check_all(self) -> None:
+        for account in self.accounts.values():
+            if account.loans:
+                self._check(account)
 
     def _look_after(self, account: Account, gradient: Tensor) -> None:
         """The next gradient is there: were the last ones left alone, as the loop's habit says?"""
@@ -179,8 +210,12 @@ class Accountant:
     def _check(self, account: Account, *, touched: bool = False) -> None:
         """Look at everything lent; what the accountant is done with is then settled."""
         done = account.taken  # before looking: whatever is untouched now was so when it was read
-        if touched or any(loan.original._version != loan.version for loan in account.loans):
+        for _, original, version, _ in account.loans:
+            touched = touched or original._version != version
+        if touched:
             self._start_again(account)
+        elif account.loans[-1].number <= done:
+            account.loans = []
         elif account.loans[0].number <= done:
             account.loans = [loan for loan in account.loans if loan.number > done]
 
@@ -203,11 +238,6 @@ class Accountant:
         """Every prediction and every sum is up to date, and can be trusted."""
         self._wait(fold=True)
         self._check_all()
-
-    def _check_all(self) -> None:
-        for account in self.accounts.values():
-            if account.loans:
-                self._check(account)
 
     def _wait(self, *, fold: bool) -> None:
         if self._thread is not None and os.getpid() == self._process:
@@ -254,7 +284,7 @@ class Accountant:
                 if isinstance(job, Pause):
                     job.lock.release()
                 else:
-                    self._room.release()
+                    self._seen += 1
 
     def _follow(self, number: int, updates: Sequence[Update]) -> None:
         for account, transition, gradient, projected, record, unscale in updates:

@@ -40,7 +40,7 @@ class StepAccounts:
         self._audits = audits
         self._accountant = accountant
         self.since: dict[str, int] = {}
-        """From which step on each parameter without patterns is summed up."""
+        """From which step on only the learned part of each parameter without patterns is kept."""
         self.stated: dict[str, Watched] = {}
         """Those of them that no sum follows: it is read off the weights."""
         self.unrecorded: list[str] = []

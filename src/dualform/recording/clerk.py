@@ -6,7 +6,8 @@ audit's sums over them and the bookkeeping are done here, while torch computes t
 Why it is hard: the rows are the training loop's own tensors. They may be written over as soon as
 the backward pass has returned (a batch that is filled anew in the same place), so it does not
 return before everything it gave is done. (One that an exception breaks off cannot wait; what it
-gave is thrown away with its gradients, and if those are used after all the audit looks.) And
+gave is thrown away with its gradients, and if those are used after all the audit looks. What of it
+waits for another job holds on to its tensors until there is one.) And
 whatever the clerk works on belongs to it until `wait`: the training thread waits before it looks at
 patterns, sums or predictions.
 """
@@ -17,6 +18,7 @@ import _thread
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,8 @@ LITTLE = 1 << 14
 """A job about so many numbers takes less time than waking the clerk: an idle one is left alone."""
 
 WAITING = 4
-"""How many jobs may wait; then training does, so that no more tensors are held on to than these."""
+"""How many jobs may have been given, and twice as many may wait to be; then training waits, so that
+no more tensors are held on to than these."""
 
 
 class Clerk:
@@ -45,14 +48,14 @@ class Clerk:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | _thread.LockType | None] = queue.SimpleQueue()
         self._given = self._done = 0
-        self._later: list[Work] = []
+        self._later: deque[Work] = deque()
         self._trouble: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     def is_for(self, numbers: int) -> bool:
         """Whether a job about so many numbers is for the clerk, and not done sooner than told."""
-        return numbers > LITTLE or self._done != self._given
+        return numbers > LITTLE or self._done != self._given or bool(self._later)
 
     def give(self, work: Callable[..., None], *args: Any) -> None:
         """One more job. In a process forked since there is no clerk: it is done at once."""
@@ -67,8 +70,15 @@ class Clerk:
         By then training is amid a backward pass and can do without the interpreter's lock.
         """
         self._later.append((work, args))
-        if len(self._later) > WAITING:
+        if len(self._later) > 2 * WAITING:
+            self.wait()
+        elif len(self._later) > WAITING:
             self._bring()
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for another one."""
+        return len(self._later)
 
     def then(self, work: Callable[..., None], *args: Any) -> None:
         """After what was given; at once if all of that is done."""
@@ -92,15 +102,22 @@ class Clerk:
             self._jobs.put(lock)
             lock.acquire()
         if self._trouble is not None:
+            self._later.clear()
             trouble, self._trouble = self._trouble, None
             if not quietly:
                 raise trouble
 
     def _bring(self) -> None:
-        """Give what could wait until now, as one job."""
+        """Have what could wait until now done. It stays where it is until the clerk takes it:
+        wherever Ctrl-C strikes, the next one to ask finds it.
+        """
         if self._later:
-            waiting, self._later = self._later, []
-            self._put(_do_all, (waiting,))
+            self._put(self._do_later, ())
+
+    def _do_later(self) -> None:
+        while self._later:
+            work, args = self._later.popleft()
+            work(*args)
 
     def _put(self, work: Callable[..., None], args: tuple[Any, ...]) -> None:
         if os.getpid() != self._process:
@@ -136,8 +153,3 @@ class Clerk:
             finally:
                 del job, work, args  # nothing is held on to while waiting for the next
                 self._done = number  # by number: Ctrl-C may have kept one from being put
-
-
-def _do_all(jobs: list[Work]) -> None:
-    for work, args in jobs:
-        work(*args)

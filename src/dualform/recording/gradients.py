@@ -21,7 +21,7 @@ class Gradients:
         self._sink, self._clerk = sink, clerk
         self._step = 0
         self._backward = -1
-        self._trained: dict[Layer, tuple[str, ...]] = {}
+        self._trained: dict[Layer, list[Watched]] = {}
 
     def next_step(self) -> None:
         self._trained = {}
@@ -84,11 +84,11 @@ class Gradients:
 
     def change_of_trained(self, layer: Layer, trained: list[Watched]) -> str | None:
         """All patterns of a layer in one step go to the same parameters: what is wrong if not."""
-        names = tuple(w.name for w in trained)
-        before = self._trained.setdefault(layer, names)
-        if before == names:
+        before = self._trained.setdefault(layer, trained)
+        if before == trained:
             return None
+        then, now = (", ".join(w.name for w in which) for which in (before, trained))
         return (
-            f"layer {layer.name!r} trained {', '.join(before)} in an earlier backward pass of this "
-            f"step and trains {', '.join(names)} now. Freeze and unfreeze between steps."
+            f"layer {layer.name!r} trained {then} in an earlier backward pass of this step and "
+            f"trains {now} now. Freeze and unfreeze between steps."
         )

@@ -25,6 +25,9 @@ from dualform.recording.sink import Sink
 from dualform.recording.steps import Steps
 from dualform.recording.tags import Context, Tag, Visit, refuse_untagged
 
+TOGETHER = 3
+"""How many jobs wake the clerk at once: each time it may get in the way of the next hook."""
+
 LIGHT = 1 << 23
 """A layer of fewer products is soon passed: the clerk would only wake to get in the way of the next
 one's hook."""
@@ -46,6 +49,8 @@ class Intake:
         self._gradients = Gradients(parameters, sink, clerk)
         self._backwards: dict[int, int] = {}
         self._awaited = -1  # the backward pass that will not return before the clerk is done
+        self._latest: Layer | None = None  # whose patterns came
+        self._last: Layer | None = None  # whose patterns were the last of a backward pass
         self._changed: dict[int, str] = {}  # backward passes whose tensors were, and what to say
 
     def next_step(self) -> None:
@@ -63,6 +68,8 @@ class Intake:
     ) -> None:
         """Patterns that the backward pass now running is about to add to a layer's gradients."""
         step = self._steps.step
+        if backward not in self._backwards:
+            self._steps.accountant.make_room()
         tag = self._checked(layer, keys, shape, context, step)
         dropped, anew = self._gradients.notice(layer, backward, step)
         self._findings.dropped += dropped
@@ -92,12 +99,18 @@ class Intake:
                 Variable._execution_engine.queue_callback(partial(self._end, backward))
                 self._awaited = backward
             versions = keys._version, error_signals._version
-            light = keys.numel() * layer.out_features < LIGHT
-            give = self._clerk.later if light else self._clerk.give
+            give = self._clerk.later if self._may_wait(layer, keys) else self._clerk.give
             give(self._keep_later, *patterns, backward, versions)
+            self._latest = layer
         else:
             self._clerk.wait()
             self._keep(*patterns)
+
+    def _may_wait(self, layer: Layer, keys: Tensor) -> bool:
+        """Whether there will be other jobs to wake the clerk for, soon enough for this one."""
+        if layer is self._last:
+            return False
+        return self._clerk.waiting < TOGETHER or keys.numel() * layer.out_features < LIGHT
 
     def _checked(
         self, layer: Layer, keys: Tensor, shape: tuple[int, ...], context: Context, step: int
@@ -159,6 +172,7 @@ class Intake:
         at once. If its gradients are used after all, the audit looks at what was copied.
         """
         self._clerk.wait()
+        self._last = self._latest
         message = self._changed.pop(backward, None)
         if message is not None:
             raise RecordingError(message)

@@ -24,7 +24,7 @@ from dualform.recording.audit import ParameterAudit
 from dualform.recording.audits import Audits
 
 
-@dataclass
+@dataclass(eq=False)
 class Watched:
     """One parameter of the model, as the recorder follows it."""
 

@@ -343,6 +343,7 @@ class Recorder:
         """What is true of a forward call: its tag, and whether that is stale; which call it is."""
         self._calls += 1
         self._first_use.setdefault(layer, len(self._first_use))
+        self._steps.accountant.wake()
         tag = self._tag
         stale = tag is not None and tag.update != self._updates
         return Context(tag, stale, self._calls, torch._C._current_graph_task_id() != -1)

@@ -316,10 +316,10 @@ class Resumption:
             if watched.coverage == "patterns":
                 watched.audit.has_patterns = True
             watched.audit.gradient_eps = max(watched.audit.gradient_eps, known.eps)
-            summed = watched.coverage in ("steps", "accumulated") and watched.rule is None
-            if summed and self.memory.exact:
-                log = self.memory.log(watched.name).head(self.step)
-                watched.audit.initial_share = _initial_share(log)
+            if watched.coverage in ("steps", "accumulated") and watched.rule is None:
+                share = _initial_share(self.memory.log(watched.name).head(self.step))
+                if np.isfinite(share).all():  # else by a rule that was not known
+                    watched.audit.initial_share = share
 
     def _coverage(self, watched: Watched) -> str:
         """As recorded, for the steps that are left; what is accumulated follows from `since`."""
@@ -343,7 +343,7 @@ class Resumption:
             kept = sum(g.nbytes for step, g in memory.step_gradients(name) if step < self.step)
             state = None
             since = since if since is not None and since < self.step else None
-            if since is not None and watched.rule is None:
+            if since is not None and watched.rule is None and not watched.keys_alone:
                 _, _, mw, mm = watched.audit.initial_share
                 initial, buffer = memory.initial(name).double(), memory.initial_momentum(name)
                 momentum = torch.zeros_like(initial)

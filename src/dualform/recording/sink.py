@@ -57,7 +57,8 @@ which lets go of the interpreter's lock: with other threads about, it may be lon
 
 VISIT_BYTES = 512
 STEP_BYTES = 1024
-"""About what one visit and one step's record take as Python objects, besides their numbers."""
+PARAMETER_BYTES = 128
+"""About what one visit, one step's record and one parameter's part of it take as Python objects."""
 
 
 class Sink(Protocol):
@@ -199,7 +200,7 @@ class DiskSink(Sink):
         self._raise_failure()
         current = self._ring[-1]
         step = current.end
-        added = STEP_BYTES + 40 * len(record.applied)
+        added = STEP_BYTES + PARAMETER_BYTES * len(record.applied)
         for store, values in (
             (current.gradients, gradients),
             (current.buffers, buffers),

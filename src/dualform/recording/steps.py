@@ -149,10 +149,8 @@ class Steps:
             )
         if watched.coverage == "untrained":
             self._decide_coverage(watched, gradient)
-        if watched.rule is None:
-            fresh = momentum_buffer(reading.optimizer, watched.parameter) is None
-        else:
-            fresh = not reading.optimizer.state.get(watched.parameter)
+        state = reading.optimizer.state.get(watched.parameter)
+        fresh = not state or (watched.rule is None and state.get("momentum_buffer") is None)
         transition = None
         if self._known_rules and watched.rule is None:
             transition = self._transition(reading.settings[-1], fresh, reading.unscale)
@@ -347,22 +345,24 @@ class Steps:
 
     def _learned(self, watched: Watched) -> Tensor:
         """What training has added to a parameter so far, read off its weights."""
-        return self._learned_now(watched).weights
+        self.clerk.wait()
+        ww, wm, _, _ = watched.audit.initial_share
+        return self._less_initial(watched, watched.parameter, ww, wm)
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
-        self.clerk.wait()
-        name = watched.name
-        initial = TensorFile(self._path / INITIAL)
-        weights = initial.tensor(f"parameters/{name}").double()
-        stored = f"momentum/{name}"
-        momentum = initial.tensor(stored).double() if stored in initial.names else weights * 0
-        buffer = self._buffer_of(watched)
-        ww, wm, mw, mm = watched.audit.initial_share
-        return Accumulated(
-            watched.parameter.detach().cpu().double() - ww * weights - wm * momentum,
-            buffer.detach().cpu().double() - mw * weights - mm * momentum,
-        )
+        buffer, (_, _, mw, mm) = self._buffer_of(watched), watched.audit.initial_share
+        return Accumulated(self._learned(watched), self._less_initial(watched, buffer, mw, mm))
+
+    def _less_initial(
+        self, watched: Watched, tensor: Tensor, weights: float, momentum: float
+    ) -> Tensor:
+        """A parameter or its buffer without what is left in it of the initial ones, float64."""
+        initial, name = TensorFile(self._path / INITIAL), watched.name
+        rest = tensor.detach().cpu() - weights * initial.tensor(f"parameters/{name}").double()
+        if momentum and f"momentum/{name}" in initial.names:
+            rest = rest - momentum * initial.tensor(f"momentum/{name}").double()
+        return rest
 
     def _buffer_of(self, watched: Watched) -> Tensor:
         buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)

@@ -23,6 +23,9 @@ from dualform.recording.audit import Transition
 HELD = 16
 """How many gradients are held before they are folded in."""
 
+HELD_BYTES = 64 << 20
+"""Gradients are folded before they take more than this (one step's may)."""
+
 BLOCK = 1 << 16
 """How many entries are folded at a time."""
 
@@ -71,10 +74,12 @@ class Accumulated:
         """
         if gradient is not None:
             dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            if self._rows == HELD or dtype != self._gradients.dtype:
+            if self._rows == len(self._gradients) or dtype != self._gradients.dtype:
                 self.fold()
             if not len(self._gradients) or dtype != self._gradients.dtype:
-                self._gradients = torch.empty(HELD, self._state.shape[1], dtype=dtype)
+                length = self._state.shape[1]
+                most = HELD_BYTES // max(1, length * dtype.itemsize)
+                self._gradients = torch.empty(max(1, min(HELD, most)), length, dtype=dtype)
             self._gradients[self._rows].copy_(gradient.reshape(-1))
             self._rows += 1
         self._held.append((transition, gradient is not None))

@@ -238,9 +238,10 @@ class Tags:
         return {name: strings for name, strings in fresh.items() if strings}
 
     def _store(self, name: str, value: Any) -> NDArray[Any]:
-        array = (
-            value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-        )
+        if isinstance(value, torch.Tensor):
+            array = (value if value.is_cpu else value.cpu()).numpy(force=value.requires_grad)
+        else:
+            array = np.asarray(value)
         if array.ndim > 2:
             raise RecordingError(
                 f"the tag {name!r} has shape {list(array.shape)}; expected [B], [B, L] or one value"
