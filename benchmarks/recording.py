@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--chunk", type=int, default=150)
     parser.add_argument("--naive", type=int, default=4, help="chunks of the naive ways")
-    parser.add_argument("--others", type=int, default=8, help="chunks of the other settings")
+    parser.add_argument("--others", type=int, default=20, help="chunks of the other settings")
     parser.add_argument("--path", default=None, help="where to record; default: a temporary place")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -139,7 +139,7 @@ class Accountant:
         `changing`: the optimizer itself is about to change it.
         """
         self._look_after(account, gradient)
-        if account.lends and not changing and _is_its_own(gradient):
+        if account.lends and not changing and _is_its_own(gradient, account.bytes):
             return gradient
         return gradient.detach().to("cpu", copy=True)
 
@@ -309,13 +309,13 @@ class Accountant:
         return [a.sum for a in self.accounts.values() if a.sum is not None]
 
 
-def _is_its_own(gradient: Tensor) -> bool:
+def _is_its_own(gradient: Tensor, size: int) -> bool:
     """Whether nobody writes to the gradient's memory but by way of the gradient itself.
 
-    Not so for a part of a larger buffer, as distributed training keeps them.
+    Not so for a part of a larger buffer, as distributed training keeps them. `size`: in bytes.
     """
     return (
-        gradient.device.type == "cpu"
+        gradient.is_cpu
         and not gradient.requires_grad
-        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+        and gradient.untyped_storage().nbytes() == size
     )

@@ -59,7 +59,9 @@ class Clerk:
 
     def give(self, work: Callable[..., None], *args: Any) -> None:
         """One more job. In a process forked since there is no clerk: it is done at once."""
-        self._bring()
+        if self._later:  # before this one, and with it
+            self._later.append((work, args))
+            work, args = self._do_later, ()
         if self._given - self._done >= WAITING:
             self.wait()
         self._put(work, args)

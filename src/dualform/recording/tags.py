@@ -202,7 +202,7 @@ class Tags:
 
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
-        for name in columns:
+        for name in columns.keys() - self.kinds.keys():
             if name in ARGUMENTS:
                 raise RecordingError(
                     f"the tag {name!r} was given, but without(...) and only(...) have an argument "
