@@ -50,7 +50,7 @@ class Intake:
         self._backwards: dict[int, int] = {}
         self._awaited = -1  # the backward pass that will not return before the clerk is done
         self._latest: Layer | None = None  # whose patterns came
-        self._last: Layer | None = None  # whose patterns were the last of a backward pass
+        self._last: set[Layer] = set()  # whose patterns were the last of a backward pass
         self._changed: dict[int, str] = {}  # backward passes whose tensors were, and what to say
 
     def next_step(self) -> None:
@@ -108,7 +108,7 @@ class Intake:
 
     def _may_wait(self, layer: Layer, keys: Tensor) -> bool:
         """Whether there will be other jobs to wake the clerk for, soon enough for this one."""
-        if layer is self._last:
+        if layer in self._last:
             return False
         return self._clerk.waiting < TOGETHER or keys.numel() * layer.out_features < LIGHT
 
@@ -172,7 +172,8 @@ class Intake:
         at once. If its gradients are used after all, the audit looks at what was copied.
         """
         self._clerk.wait()
-        self._last = self._latest
+        if self._latest is not None:
+            self._last.add(self._latest)
         message = self._changed.pop(backward, None)
         if message is not None:
             raise RecordingError(message)
