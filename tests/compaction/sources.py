@@ -118,7 +118,7 @@ def record(
     """Train and record; `carry`: gradients are kept over so many steps; `more`: resumed steps;
     `period`: after so many steps the same inputs come again."""
     net, optimizer = build(model, precision, **(settings or {}))
-    options = {"segment_bytes": 14_000} | options
+    options = {"segment_bytes": 16_000} | options
     for start, count, resume in ((0, steps, False), (steps, more, True)):
         if not count and resume:
             continue

@@ -15,10 +15,13 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from dualform.attention.rounding import buffer_sizes, drift, stretches, unmoved
+from dualform.attention.rounding import DOUBLE, buffer_sizes, drift, stretches, unmoved
 from dualform.attention.verification import Check
 from dualform.attention.view import View
 from dualform.memory.following import rms
+
+SUM_ROUNDINGS = 16.0
+"""How many roundings of float64 the sums that are compared, fingerprints for one, may show."""
 
 DEVIATIONS = 24.0
 """How many standard deviations of accumulated rounding the one number may be off by."""
@@ -46,6 +49,7 @@ def check_sketched(view: View, name: str, eps: float, smallest: float) -> list[C
     entries = (start.square() @ probe.square()).sqrt()
     size = max(rms(values) for values in (entries, *(f.values[name].double() for f in known)))
     # What was noted of a gradient is all of it: scaled already, with what was carried into it.
+    summed = SUM_ROUNDINGS * DOUBLE * max(rms(start.abs() @ probe.abs()), size)
     log = replace(view.log(name), kappa=np.ones(view.at), first=np.arange(view.at))
     seen = np.nan_to_num(noted)
     # A remark says so where a gradient was changed by the loop before it could be noted.
@@ -74,7 +78,7 @@ def check_sketched(view: View, name: str, eps: float, smallest: float) -> list[C
         if not (excused and np.isnan(noted[here]).any()):
             lost = unmoved(torch.tensor(now - weight), size, at_stop.step - first, eps)
             scale = rms(at_stop.values[name].double()) or size or 1.0
-            allowed = (bound + 4 * float(lost) + smallest) / scale
+            allowed = (bound + 4 * float(lost) + summed + smallest) / scale
             off = float("inf") if np.isnan(noted[here]).any() else abs(moved - now) / scale
             check = Check(name, "fingerprints", off, allowed, at_stop.step)
             worst = max([worst, check], key=attrgetter("severity"))

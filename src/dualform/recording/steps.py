@@ -351,8 +351,10 @@ class Steps:
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
-        buffer, (_, _, mw, mm) = self._buffer_of(watched), watched.audit.initial_share
-        return Accumulated(self._learned(watched), self._less_initial(watched, buffer, mw, mm))
+        weights = self._learned(watched)
+        _, _, mw, mm = watched.audit.initial_share
+        momentum = self._less_initial(watched, self._buffer_of(watched), mw, mm)
+        return Accumulated(weights, momentum)
 
     def _less_initial(
         self, watched: Watched, tensor: Tensor, weights: float, momentum: float
