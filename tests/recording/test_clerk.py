@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,26 @@ def test_a_job_for_later_waits_for_another_one_and_keeps_its_place() -> None:
     assert done == [1, 2, 3, 4, 5]
 
 
+def test_jobs_are_done_in_the_order_they_come_whichever_way_that_is() -> None:
+    clerk, busy, go_on, done = Clerk(), threading.Event(), threading.Event(), []
+
+    def block() -> None:
+        busy.set()
+        assert go_on.wait(60)
+
+    clerk.later(list)
+    clerk.give(block)
+    assert busy.wait(60)
+    clerk.give(done.append, 1)  # while the clerk is at its last job
+    clerk.later(done.append, 2)
+    clerk.then(done.append, 3)
+    clerk.give(done.append, 4)
+    go_on.set()
+    clerk.wait()
+    clerk.close()
+    assert done == [1, 2, 3, 4]
+
+
 def test_no_more_than_a_few_jobs_wait_for_later() -> None:
     clerk, enough = Clerk(), threading.Event()
     for _ in range(room.WAITING):
@@ -194,22 +216,33 @@ def test_a_job_for_later_survives_ctrl_c_on_its_way() -> None:
     clerk, done = Clerk(), []
     clerk.give(list)
     clerk.wait()
-    put, clerk._put = clerk._put, interrupt  # type: ignore[method-assign]
+    words, clerk._words = clerk._words, Interrupted()
     clerk.later(done.append, 1)
     with pytest.raises(KeyboardInterrupt):
         clerk.wait()
-    clerk._put = put  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        clerk.give(done.append, 2)
+    clerk._words = words
+    clerk.give(done.append, 3)
+    clerk.wait()
     clerk.close()
-    assert done == [1]
+    assert done == [1, 2, 3]
 
 
-def interrupt(*args: object) -> None:
-    raise KeyboardInterrupt
+class Interrupted(queue.SimpleQueue[Any]):
+    """Ctrl-C comes before anything is put."""
+
+    def put(self, *args: Any) -> None:  # type: ignore[override]
+        raise KeyboardInterrupt
 
 
 def test_training_waits_where_too_many_jobs_wait_for_later() -> None:
-    clerk, go_on, done = Clerk(), threading.Event(), []
+    clerk, busy, go_on, done = Clerk(), threading.Event(), threading.Event(), []
+    clerk.later(busy.set)
     clerk.give(go_on.wait, 60)
+    assert busy.wait(60)
+    while clerk.waiting:  # until it has taken the second one, too
+        time.sleep(0.001)
     for number in range(2 * room.WAITING):
         clerk.later(done.append, number)
     assert not done

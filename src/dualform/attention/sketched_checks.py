@@ -1,4 +1,4 @@
-"""What can be checked of a parameter of which only the learned part is kept: two numbers per step.
+"""What can be checked of a parameter of which only the learned part is kept: one number per step.
 
 Training wrote down u·(grad v) of every gradient it used, and W v and m v now and then. By the
 learning rule the first must lead from one of the second to the next: u·W v is a number that follows
@@ -48,8 +48,8 @@ def check_sketched(view: View, name: str, eps: float, smallest: float) -> list[C
         momentum = float(sketch @ (buffer.double().reshape(start.shape) @ probe))
     entries = (start.square() @ probe.square()).sqrt()
     size = max(rms(values) for values in (entries, *(f.values[name].double() for f in known)))
-    # What was noted of a gradient is all of it: scaled already, with what was carried into it.
     summed = SUM_ROUNDINGS * DOUBLE * max(rms(start.abs() @ probe.abs()), size)
+    # What was noted of a gradient is all of it: scaled already, with what was carried into it.
     log = replace(view.log(name), kappa=np.ones(view.at), first=np.arange(view.at))
     seen = np.nan_to_num(noted)
     # A remark says so where a gradient was changed by the loop before it could be noted.

@@ -26,10 +26,8 @@ import torch
 
 from dualform.recording.one_core import keep_to_one_core
 
-Job = tuple[int, Callable[..., None], tuple[Any, ...]]
-"""Its number, what to do, and with what."""
-
-Work = tuple[Callable[..., None], tuple[Any, ...]]
+Job = tuple[Callable[..., None], tuple[Any, ...]]
+"""What to do, and with what."""
 
 LITTLE = 1 << 14
 """A job about so many numbers takes less time than waking the clerk: an idle one is left alone."""
@@ -46,45 +44,44 @@ class Clerk:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | _thread.LockType | None] = queue.SimpleQueue()
-        self._given = self._done = 0
-        self._later: deque[Work] = deque()
+        self._jobs: deque[Job] = deque()
+        self._words: queue.SimpleQueue[int | _thread.LockType | None] = queue.SimpleQueue()
+        self._given = self._done = 0  # words to look for jobs, by their numbers
         self._trouble: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     def is_for(self, numbers: int) -> bool:
         """Whether a job about so many numbers is for the clerk, and not done sooner than told."""
-        return numbers > LITTLE or self._done != self._given or bool(self._later)
+        return numbers > LITTLE or self._done != self._given or bool(self._jobs)
 
     def give(self, work: Callable[..., None], *args: Any) -> None:
         """One more job. In a process forked since there is no clerk: it is done at once."""
-        if self._later:  # before this one, and with it
-            self._later.append((work, args))
-            work, args = self._do_later, ()
+        self._jobs.append((work, args))
         if self._given - self._done >= WAITING:
             self.wait()
-        self._put(work, args)
+        else:
+            self._bring()
 
     def later(self, work: Callable[..., None], *args: Any) -> None:
         """One more job, which may wait until another is given: the two wake the clerk only once.
 
         By then training is amid a backward pass and can do without the interpreter's lock.
         """
-        self._later.append((work, args))
-        if len(self._later) > 2 * WAITING:
+        self._jobs.append((work, args))
+        if len(self._jobs) > 2 * WAITING:
             self.wait()
-        elif len(self._later) > WAITING:
+        elif len(self._jobs) > WAITING:
             self._bring()
 
     @property
     def waiting(self) -> int:
         """How many jobs wait for another one."""
-        return len(self._later)
+        return len(self._jobs)
 
     def then(self, work: Callable[..., None], *args: Any) -> None:
         """After what was given; at once if all of that is done."""
-        if self._later:
+        if self._jobs:
             self.later(work, *args)
         elif self._done == self._given:
             work(*args)
@@ -101,57 +98,53 @@ class Clerk:
         if self._done != self._given and os.getpid() == self._process:
             lock = _thread.allocate_lock()
             lock.acquire()
-            self._jobs.put(lock)
+            self._words.put(lock)
             lock.acquire()
         if self._trouble is not None:
-            self._later.clear()
+            self._jobs.clear()
             trouble, self._trouble = self._trouble, None
             if not quietly:
                 raise trouble
 
     def _bring(self) -> None:
-        """Have what could wait until now done. It stays where it is until the clerk takes it:
-        wherever Ctrl-C strikes, the next one to ask finds it.
+        """Tell the clerk to look for jobs. They stay where they are until it takes them, all in one
+        line: wherever Ctrl-C strikes, the next one to ask finds them, in the order they came.
         """
-        if self._later:
-            self._put(self._do_later, ())
-
-    def _do_later(self) -> None:
-        while self._later:
-            work, args = self._later.popleft()
-            work(*args)
-
-    def _put(self, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self._jobs:
+            return
         if os.getpid() != self._process:
-            work(*args)
+            self._do_all()
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="dualform-clerk", daemon=True)
             self._thread.start()
         self._given += 1
-        self._jobs.put((self._given, work, args))
+        self._words.put(self._given)
+
+    def _do_all(self) -> None:
+        while self._jobs:
+            work, args = self._jobs.popleft()
+            work(*args)
 
     def close(self) -> None:
         """End the thread; what was given is done first."""
         self._bring()
         if self._thread is not None and os.getpid() == self._process:
-            self._jobs.put(None)
+            self._words.put(None)
             self._thread.join()
             self._thread = None
 
     def _work(self) -> None:
         keep_to_one_core()
         torch.set_grad_enabled(False)  # of this thread alone
-        while (job := self._jobs.get()) is not None:
-            if not isinstance(job, tuple):
-                job.release()
+        while (word := self._words.get()) is not None:
+            if not isinstance(word, int):
+                word.release()
                 continue
-            number, work, args = job
             try:
                 if self._trouble is None:
-                    work(*args)
+                    self._do_all()
             except BaseException as error:
                 self._trouble = error
             finally:
-                del job, work, args  # nothing is held on to while waiting for the next
-                self._done = number  # by number: Ctrl-C may have kept one from being put
+                self._done = word  # by number: Ctrl-C may have kept one from being put
