@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dualform as df
+from dualform.recording import audit
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 
 ROOM = 2.0
@@ -51,6 +52,29 @@ def test_honest_runs_pass_with_room_to_spare(train: Any, rule: str, dtype: torch
 def test_long_float32_runs_pass_with_room_to_spare(train: Any, rule: str) -> None:
     run = train(steps=3000, dtype=torch.float32, **RULES[rule])
     assert_room(run.dual.verify(run.inputs[:4]))
+
+
+@pytest.mark.parametrize("error_signals", [True, False])
+def test_weights_that_vanish_along_the_probe_are_no_false_alarm(
+    train: Any, monkeypatch: pytest.MonkeyPatch, error_signals: bool
+) -> None:
+    """Training makes W larger along few directions; its entries are rounded along all of them."""
+    settings = {"steps": 1500, "dtype": torch.float32, **RULES["plain"]}
+    history = [weights["fc3.weight"].double() for weights in train(**settings).history[::50]]
+    drawn = audit._directions
+
+    def least(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        probe, sketch = drawn(rows, width, generator)
+        if (rows, width) == tuple(history[0].shape):
+            probe = torch.linalg.svd(torch.cat(history)).Vh[-1]
+        return probe, sketch
+
+    monkeypatch.setattr(audit, "_directions", least)
+    run = train(**settings, options={"error_signals": error_signals})
+    for model in (run.model, None):
+        checks = df.DualForm(model, run.path).verify().checks
+        found = [c for c in checks if (c.parameter, c.kind) == ("fc3.weight", "fingerprints")]
+        assert max(check.severity for check in found) < 1 / 8
 
 
 def test_bounds_are_not_generous(train: Any) -> None:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from math import sqrt
 from operator import attrgetter
 from typing import Any
@@ -43,11 +44,19 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import engine, preconditioned_checks, queries
-from dualform.attention.rounding import DOUBLE, buffer_sizes, carried, drift, unmoved
+from dualform.attention.rounding import (
+    DOUBLE,
+    buffer_sizes,
+    carried,
+    drift,
+    entries_size,
+    unmoved,
+)
 from dualform.attention.sketched_checks import check_sketched
 from dualform.attention.tally import Tally, tallies
 from dualform.attention.verification import Check, Verification
 from dualform.attention.view import View
+from dualform.errors import QueryError
 from dualform.layers.fast_path import layer_by_layer
 from dualform.memory.following import rms
 
@@ -85,8 +94,9 @@ def verify(
     reference = _reference(view, model)
     adaptive = [name for name in memory.parameters if view.is_adaptive(name)]
     rebuilt: dict[str, Tensor] = {}
-    if reference is not None:
-        rebuilt = {n: _begun(view, n) for n in memory.parameters if n not in adaptive}
+    for name in memory.parameters.keys() - set(adaptive):
+        with suppress(QueryError) if reference is None else nullcontext():
+            rebuilt[name] = _begun(view, name)  # without a reference, it only says how large W is
     found: dict[str, list[Check]] = {}
     shaking: dict[str, float] = {}
 
@@ -95,12 +105,14 @@ def verify(
         if reference is not None:
             found[name].append(_check_weights(view, name, rebuilt[name], reference[name], sums))
         if sums is not None:
-            found[name] += _check_fingerprints(view, sums) + _check_steps(view, sums)
+            found[name] += _check_fingerprints(view, sums, rebuilt.get(name))
+            found[name] += _check_steps(view, sums)
         elif memory.parameters[name].coverage == "untrained":
             found[name] += _check_untrained(view, name)
         else:
             found[name] += _check_accumulated(view, name, (reference or {}).get(name))
-            found[name] += check_sketched(view, name, _eps(view, name), _smallest(view, name))
+            precision = _eps(view, name), _smallest(view, name)
+            found[name] += check_sketched(view, name, rebuilt.get(name), *precision)
 
     for sums in tallies(view, rebuilt, progress):
         check(sums.parameter, sums)
@@ -241,7 +253,7 @@ def _check_steps(view: View, sums: Tally) -> list[Check]:
     return [Check(sums.parameter, "steps", *found, worst)]
 
 
-def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
+def _check_fingerprints(view: View, sums: Tally, rebuilt: Tensor | None) -> list[Check]:
     """W v and m v from each fingerprint to the next, by patterns and learning rule."""
     memory, name = view.memory, sums.parameter
     rows = len(sums.sketch)
@@ -250,9 +262,7 @@ def _check_fingerprints(view: View, sums: Tally) -> list[Check]:
     momentum = torch.zeros(rows, dtype=torch.float64)
     if buffer is not None:
         momentum = _project(buffer, sums.probe, rows)
-    # W v may cancel where the roundings of W's entries do not: its size is at least theirs.
-    entries = _project(memory.initial(name).double().square(), sums.probe.square(), rows).sqrt()
-    size = max(rms(entries), rms(weights), sums.largest_print)
+    size = max(sums.largest_print, entries_size(sums.probe, memory.initial(name), rebuilt))
     # Fingerprints are float64 sums themselves, and so is what they are compared with.
     terms = memory.initial(name).double().abs()
     summed = SUM_ROUNDINGS * DOUBLE * max(rms(_project(terms, sums.probe.abs(), rows)), size)
@@ -328,7 +338,9 @@ def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Ch
     probe = memory.probe(name).double()
     eps = _eps(view, name)
     initial = _project(memory.initial(name), probe, memory.parameters[name].height)
+    last = _begun(View(memory, kept[-1].step), name) if kept else None
     size = max(rms(p) for p in [initial, *(f.values[name].double() for f in kept)])
+    size = max(size, entries_size(probe, memory.initial(name), last))
     sizes, left_out = memory.sizes(name)[:, : view.at], memory.left_out(name)
     expected = drift(
         view.log(name),

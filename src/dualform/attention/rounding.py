@@ -35,7 +35,7 @@ counts as if all steps were off alike; over a run, with other error signals each
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.learning_rules import ParameterLog, transitions
-from dualform.memory.following import CREEP, ROOM
+from dualform.memory.following import CREEP, ROOM, rms
 
 Reals = NDArray[np.float64]
 
@@ -199,6 +199,20 @@ def _stored_drift(
         found[i] = (w, m) if anchored else (sqrt(max(w, 0.0)), sqrt(max(m, 0.0)))
         start = stop
     return found
+
+
+def entries_size(probe: Tensor, *weights: Tensor | None) -> float:
+    """How large W v is where its terms do not cancel: the root of Σ W² v², the largest of several.
+
+    The roundings of W's entries do not cancel along with the entries. Weights that training has
+    made larger, along few directions, may all but vanish along v.
+    """
+    sizes = [
+        rms((w.double().reshape(-1, len(probe)).square() @ probe.square()).sqrt())
+        for w in weights
+        if w is not None and w.numel()
+    ]
+    return max((size for size in sizes if isfinite(size)), default=0.0)
 
 
 def buffer_sizes(log: ParameterLog, applied: Reals, weight: float, momentum: float) -> Reals:

@@ -14,8 +14,16 @@ from operator import attrgetter
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dualform.attention.rounding import DOUBLE, buffer_sizes, drift, stretches, unmoved
+from dualform.attention.rounding import (
+    DOUBLE,
+    buffer_sizes,
+    drift,
+    entries_size,
+    stretches,
+    unmoved,
+)
 from dualform.attention.verification import Check
 from dualform.attention.view import View
 from dualform.memory.following import rms
@@ -30,10 +38,13 @@ PRODUCT = 16.0
 """How many roundings of its own size a gradient's projection, a sum in its precision, may show."""
 
 
-def check_sketched(view: View, name: str, eps: float, smallest: float) -> list[Check]:
+def check_sketched(
+    view: View, name: str, rebuilt: Tensor | None, eps: float, smallest: float
+) -> list[Check]:
     """u·W v from each fingerprint to the next, by what was noted of the gradients in between.
 
-    Residual: the difference over the root mean square of W v, where it is worst.
+    Residual: the difference over the root mean square of W v, where it is worst. `rebuilt` are the
+    weights in the end, where they are known: how large they are, nothing else.
     """
     memory = view.memory
     noted = memory.audit_projections(name)[: view.at]
@@ -46,8 +57,8 @@ def check_sketched(view: View, name: str, eps: float, smallest: float) -> list[C
     weight, momentum = float(sketch @ (start @ probe)), 0.0
     if buffer is not None:
         momentum = float(sketch @ (buffer.double().reshape(start.shape) @ probe))
-    entries = (start.square() @ probe.square()).sqrt()
-    size = max(rms(values) for values in (entries, *(f.values[name].double() for f in known)))
+    size = max(rms(f.values[name].double()) for f in known)
+    size = max(size, entries_size(probe, start, rebuilt))
     summed = SUM_ROUNDINGS * DOUBLE * max(rms(start.abs() @ probe.abs()), size)
     # What was noted of a gradient is all of it: scaled already, with what was carried into it.
     log = replace(view.log(name), kappa=np.ones(view.at), first=np.arange(view.at))
