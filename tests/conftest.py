@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dualform.cli import main
+from dualform.recording import parameters
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probes() -> Iterator[None]:
+    """The same probes in every run of the tests; DUALFORM_TEST_SEED draws others."""
+    seed = int(os.environ.get("DUALFORM_TEST_SEED", "0"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "fresh_seed", lambda: seed)
+        yield
 
 
 @pytest.fixture(scope="session")

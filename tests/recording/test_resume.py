@@ -574,7 +574,7 @@ def test_the_patterns_alone_lead_to_the_step(tmp_path: Path) -> None:
 def matching_parameters(training: Training, memory: df.Memory) -> Parameters:
     directions = {n: (memory.probe(n), memory.sketch(n)) for n in memory.parameters}
     model = training.model
-    return Parameters(model, find_layers(model), [training.optimizer], 0, directions)
+    return Parameters(model, find_layers(model), [training.optimizer], directions)
 
 
 # -- patterns in 16 bits ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,6 +79,11 @@ class Watched:
         }
 
 
+def fresh_seed() -> int:
+    """The seed of a recording's probes: the system's, so that training's own is not touched."""
+    return int.from_bytes(np.random.SeedSequence().generate_state(2).tobytes(), "little") >> 1
+
+
 class Parameters:
     """Every parameter of the model, by identity and by name."""
 
@@ -86,11 +92,10 @@ class Parameters:
         model: nn.Module,
         layers: Iterable[Layer],
         optimizers: Iterable[Optimizer],
-        seed: int,
         directions: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         optimizers = list(optimizers)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(fresh_seed())
         buffers = {id(p): momentum_buffer(o, p) for o in optimizers for p in parameters_of(o)}
         rules = {id(p): adaptive_rule_of(o) for o in optimizers for p in parameters_of(o)}
         states = {id(p): _remembered(o, p) for o in optimizers for p in parameters_of(o)}

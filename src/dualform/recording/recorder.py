@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -276,9 +275,8 @@ class Recorder:
         """Look at the model and the optimizers; nothing is written."""
         if resumed is not None:
             resumed.compare(self._model, self._layers, every=self._every, strict=self._strict)
-        seed = int.from_bytes(np.random.SeedSequence().generate_state(2).tobytes(), "little") >> 1
         directions = None if resumed is None else resumed.directions
-        self._parameters = Parameters(self._model, self._layers, self._optimizers, seed, directions)
+        self._parameters = Parameters(self._model, self._layers, self._optimizers, directions)
         self._parameters.resolve(self._storage.keeps_error_signals)
         self._parameters.keep_to_steps(la for la in found if la not in self._layers)
         self._parameters.refuse_sharing(self._optimizers)
