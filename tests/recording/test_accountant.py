@@ -17,7 +17,7 @@ from torch.optim import SGD
 import dualform as df
 from dualform.recording import accountant as room
 from dualform.recording import sums
-from dualform.recording.accountant import Accountant
+from dualform.recording.accountant import Accountant, Handed
 from dualform.recording.sums import HELD, Accumulated, combined
 
 Loop = Callable[[SGD], None]
@@ -156,9 +156,9 @@ def test_a_gradient_touched_while_it_is_lent_is_found_out(
     may_go_on.set()
     follow = Accountant._follow
 
-    def slowly(self: Accountant, number: int, updates: Any) -> None:
+    def slowly(self: Accountant, handed: Handed) -> None:
         may_go_on.wait(timeout=60)
-        follow(self, number, updates)
+        follow(self, handed)
 
     monkeypatch.setattr(Accountant, "_follow", slowly)
 

@@ -26,7 +26,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from dualform.errors import RecordingError
 from dualform.recording.audit import Transition, advance_along, as_matrix
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched
+from dualform.recording.predictions import Predictions
 from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, HELD_BYTES, Accumulated
 
@@ -58,14 +59,13 @@ class Loan(NamedTuple):
     record: StepRecord
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Account:
     """One parameter as the accountant follows it."""
 
     watched: Watched
     sum: Accumulated | None
     """None where what was learned can be read off the weights: only these are predicted then."""
-    probe: Tensor
     lends: bool = False
     """Whether gradients are lent rather than copied."""
     first: tuple[Tensor, int] | None = None
@@ -81,13 +81,22 @@ class Account:
 class Update(NamedTuple):
     """What an optimizer did with one parameter.
 
-    A `gradient` counts in the sum; `projected` is the gradient along the probe, if it is known.
+    A `gradient` counts in the sum; `original` is the training loop's own, and its version when it
+    was read. `projected` is the gradient along the probe, if that is known.
     """
 
     account: Account
     transition: Transition
     gradient: Tensor | None
+    original: tuple[Tensor, int] | None
     projected: NDArray[np.float64] | None
+
+
+class Handed(NamedTuple):
+    """What an optimizer did in one step."""
+
+    number: int
+    updates: list[Update]
     record: StepRecord
     unscale: float
 
@@ -112,7 +121,8 @@ class Accountant:
     def __init__(self, restart: Callable[[Watched], Accumulated]) -> None:
         self._restart = restart
         self.accounts: dict[str, Account] = {}
-        self._handed: deque[tuple[int, list[Update]]] = deque()  # steps, by one operation each
+        self._handed: deque[Handed] = deque()  # steps, by one operation each
+        self._predictions: Predictions | None = None  # of the accounts that moved together last
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._told = self._seen = 0  # of how many parcels the accountant was told, and has looked
         self._due = False  # whether there is one that it was not told of
@@ -124,10 +134,9 @@ class Accountant:
 
     def open(self, watched: Watched, learned: Accumulated | None, *, lendable: bool = True) -> None:
         """Follow a parameter from here on; its gradients are lent only if that may be."""
-        probe = watched.audit.probe64.to(watched.audit.probe.dtype)
         parameter = watched.parameter
         size = parameter.numel() * parameter.element_size()
-        account = Account(watched, learned, probe, habit_known=not lendable, bytes=size)
+        account = Account(watched, learned, habit_known=not lendable, bytes=size)
         # a new table, not a new entry: the accountant may be going through the old one
         self.accounts = self.accounts | {watched.name: account}
 
@@ -138,30 +147,30 @@ class Accountant:
 
         `changing`: the optimizer itself is about to change it.
         """
-        self._look_after(account, gradient)
+        if account.loans or account.first is not None:
+            self._look_after(account, gradient)
         if account.lends and not changing and _is_its_own(gradient, account.bytes):
             return gradient
         return gradient.detach().to("cpu", copy=True)
 
-    def hand_over(self, updates: list[Update], originals: dict[str, tuple[Tensor, int]]) -> None:
-        """What an optimizer did; `originals` are the gradients with their versions when read."""
+    def hand_over(self, updates: list[Update], record: StepRecord, unscale: float) -> None:
+        """What an optimizer did, in the step that has this record."""
         if not updates or os.getpid() != self._process:
             return
         self._raise_failure()
         if self._thread is None:
             self._start()
         self._number = number = self._number + 1
-        for update in updates:
-            account = update.account
-            if update.gradient is None:
+        for account, _, gradient, read, _ in updates:
+            if read is None:
                 continue
             self._parcel_bytes += account.bytes
-            original, version = originals[account.watched.name]
-            if update.gradient is original:
-                account.loans.append(Loan(number, original, version, update.record))
+            original, version = read
+            if gradient is original:
+                account.loans.append(Loan(number, original, version, record))
             elif not account.habit_known and original.is_cpu:
-                account.first = original, version
-        self._handed.append((number, updates))
+                account.first = read
+        self._handed.append(Handed(number, updates, record, unscale))
         self._parcel_steps += 1
         if self._parcel_steps >= HELD or self._parcel_bytes >= PARCEL_BYTES:
             self._parcel_steps = self._parcel_bytes = 0
@@ -188,9 +197,15 @@ class Accountant:
         One that is still `.grad` is about to be added to, or has been emptied in its place.
         """
         for account in self.accounts.values():
-            if account.loans:
-                last = account.loans[-1].original
-                self._check(account, touched=last is account.watched.parameter.grad)
+            loans = account.loans
+            if loans:
+                done = account.taken  # before looking
+                number, original, version, _ = loans[-1]
+                touched = original is account.watched.parameter.grad
+                if len(loans) > 1 or touched or number > done or original._version != version:
+                    self._check(account, touched=touched)
+                else:
+                    account.loans = []
 
     def _check_all(self) -> None:
         for account in self.accounts.values():
@@ -271,10 +286,10 @@ class Accountant:
         while (job := self._jobs.get()) != "end":
             try:
                 while self._handed:
-                    number, updates = self._handed.popleft()
+                    handed = self._handed.popleft()
                     if self._failure is None:
-                        self._follow(number, updates)
-                    del updates  # gradients are not held on to while waiting for others
+                        self._follow(handed)
+                    del handed  # gradients are not held on to while waiting for others
                 if isinstance(job, Pause) and job.fold:
                     for one in self._sums():
                         one.fold()
@@ -286,16 +301,20 @@ class Accountant:
                 else:
                     self._seen += 1
 
-    def _follow(self, number: int, updates: Sequence[Update]) -> None:
-        for account, transition, gradient, projected, record, unscale in updates:
-            audit = account.watched.audit
-            if projected is None:
-                assert gradient is not None
-                matrix = as_matrix(gradient).to(account.probe.dtype)
-                projected = torch.mv(matrix, account.probe).double().numpy()
-                record.projection[account.watched.index] = audit.sketch.dot(projected) * unscale
-            change, pull = advance_along(audit.weights, audit.momentum, projected, transition)
-            audit.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
+    def _follow(self, handed: Handed) -> None:
+        number, updates, record, unscale = handed
+        if not self._follow_at_once(handed):
+            for account, transition, gradient, _, projected in updates:
+                audit = account.watched.audit
+                if projected is None:
+                    assert gradient is not None
+                    probe = audit.probe64.to(audit.probe.dtype)
+                    matrix = as_matrix(gradient).to(probe.dtype)
+                    projected = torch.mv(matrix, probe).double().numpy()
+                    record.projection[account.watched.index] = audit.sketch.dot(projected) * unscale
+                change, pull = advance_along(audit.weights, audit.momentum, projected, transition)
+                audit.count(transition, float(change.dot(change)) + float(pull.dot(pull)))
+        for account, transition, gradient, _, _ in updates:
             if account.sum is not None:
                 account.sum.hold(transition, gradient)
             account.taken = number
@@ -304,6 +323,25 @@ class Accountant:
         for one in sums:
             if full or one.held >= HELD:
                 one.fold()
+
+    def _follow_at_once(self, handed: Handed) -> bool:
+        """The usual case: the same parameters as before, all by the same step. False if not."""
+        _, updates, record, unscale = handed
+        transition = updates[0].transition
+        if any(u.gradient is None or u.transition != transition for u in updates):
+            return False
+        audits = tuple(update.account.watched.audit for update in updates)
+        if self._predictions is None or self._predictions.audits != audits:
+            if not all(len(audit.sketch) for audit in audits):
+                return False
+            self._predictions = Predictions(audits)
+        gradients = [update.gradient for update in updates if update.gradient is not None]
+        sketched = self._predictions.follow(gradients, transition)
+        if sketched is None:
+            return False
+        for update, number in zip(updates, sketched, strict=True):
+            record.projection[update.account.watched.index] = number * unscale
+        return True
 
     def _sums(self) -> list[Accumulated]:
         return [a.sum for a in self.accounts.values() if a.sum is not None]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dualform.recording.accountant import Account, Accountant
 from dualform.recording.audits import Audits
+from dualform.recording.learned import Learned
 from dualform.recording.parameters import Watched
 from dualform.recording.sums import Accumulated
 
@@ -33,7 +34,7 @@ class StepAccounts:
         budget: int,
         audits: Audits,
         accountant: Accountant,
-        learned: Callable[[Watched], Tensor],
+        learned: Callable[[Watched], Learned],
     ) -> None:
         self._left = budget
         self._learned = learned
@@ -128,13 +129,15 @@ class StepAccounts:
         own = [w.parameter.numel() for w in self.stated.values()]
         return 8 * sum([*own, *(accounts[name].watched.parameter.numel() for name in counted)])
 
-    def sums(self) -> dict[str, Tensor]:
+    def sums(self) -> dict[str, Tensor | Learned]:
         """Every sum now, under the name it is stored by; the accounts must be settled."""
-        found = {}
+        found: dict[str, Tensor | Learned] = {}
         for name in self.since:
             stated = self.stated.get(name)
             found[f"learned/{name}"] = (
-                self._sum(name).weights.clone() if stated is None else self._learned(stated)
+                self._sum(name).weights.clone()
+                if stated is None
+                else self._learned(stated).copied()
             )
         for name in self.unrecorded:
             found[f"unrecorded/{name}"] = self._sum(name).weights.clone()

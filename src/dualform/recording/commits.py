@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dualform.recording.fingerprints import FINGERPRINT_EVERY, Fingerprints
+from dualform.recording.learned import Learned
 from dualform.recording.parameters import Parameters
 from dualform.recording.sink import Extras
 from dualform.recording.steps import Steps
@@ -86,7 +87,7 @@ class Commits:
         self._steps.look_for_edits()
         self._fingerprints.take(self._steps.step, self._steps.compare)
 
-    def _sums(self) -> dict[str, Tensor]:
+    def _sums(self) -> dict[str, Tensor | Learned]:
         """Accumulated parts: every `snapshot_every` steps, when flushed, and always if small."""
         due = self.ended or self.flushing or self.is_due
         if not due and self._steps.accounts.bytes > self._segment_bytes // 8:

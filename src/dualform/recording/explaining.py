@@ -22,7 +22,7 @@ CLEAR = 1e3
 """How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Move:
     """What one optimizer is about to do with one parameter."""
 
@@ -35,13 +35,15 @@ class Move:
     account: Account | None = None
     gradient: Tensor | None = None
     """What the account is to count, or, without an account, what may be stored."""
+    original: tuple[Tensor, int] | None = None
+    """What the account is to count as it lies in `.grad`, and how often it was changed in place."""
     unrecorded: bool = False
     """Whether patterns play no part in it, though the parameter has some."""
     version: int = -1
     """How often the parameter was changed in place before, where no rule predicts it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Reading:
     """What an optimizer is about to do, read just before it does it."""
 
@@ -49,8 +51,6 @@ class Reading:
     unscale: float
     settings: list[tuple[float, ...]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
-    originals: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """The gradients that accounts are to count, as they lie in `.grad`, and their versions."""
     resolved: list[tuple[Move, Tensor, int]] = field(default_factory=list)
     """The moves by gradients that have patterns, and how often each was changed in place."""
 

@@ -53,7 +53,7 @@ class Together:
         apart: list[tuple[ParameterAudit, Tensor]] = []
         for number, (audit, gradient) in enumerate(zip(self._audits, gradients, strict=True)):
             rows = turn.rows[number]
-            if not _is_plain(gradient, audit) or (
+            if not can_be_read(gradient, audit) or (
                 rows is not EVERY_ROW and not audit.can_stand_for_all(*shares[number])
             ):
                 apart.append((audit, gradient))
@@ -107,8 +107,8 @@ class Together:
         )
 
 
-def _is_plain(gradient: Tensor, audit: ParameterAudit) -> bool:
-    """Whether a gradient can be read as it lies there."""
+def can_be_read(gradient: Tensor, audit: ParameterAudit) -> bool:
+    """Whether a gradient can be multiplied with its probe as it lies there."""
     return (
         gradient.dtype is audit.probe.dtype
         and gradient.is_cpu

@@ -20,6 +20,7 @@ from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.segments import REFERENCES, scales_of
 from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 from dualform.memory.writing import SegmentContent
+from dualform.recording.learned import Learned
 from dualform.recording.recurring import Folded
 from dualform.recording.regions import NarrowCopies, Region
 from dualform.recording.tags import Visit, expand, numbered
@@ -68,7 +69,7 @@ class Extras(NamedTuple):
     fingerprints: dict[str, NDArray[Any]]
     momentum_fingerprints: dict[str, NDArray[Any]]
     state_fingerprints: dict[str, NDArray[Any]]
-    sums: dict[str, Tensor]
+    sums: dict[str, Tensor | Learned]
     """Learned and unrecorded parts, under the names they are stored by."""
     strings: dict[str, list[str]]
     kinds: dict[str, str]
@@ -232,7 +233,7 @@ class BufferSet:
             gradients=self.gradients,
             buffers=self.buffers,
             states=self.states,
-            sums=extras.sums,
+            sums={n: s.part() if isinstance(s, Learned) else s for n, s in extras.sums.items()},
         )
 
     def _tensors(self, layer: Layer, fold: Fold, copies: NarrowCopies) -> Iterator[TensorBytes]:

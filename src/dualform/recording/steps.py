@@ -27,13 +27,13 @@ from dualform.learning_rules import (
     settings_of,
     transitions,
 )
-from dualform.memory.files import INITIAL, TensorFile
 from dualform.recording.accountant import Accountant, Update
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
 from dualform.recording.explaining import Move, Reading, explain
 from dualform.recording.findings import Findings
+from dualform.recording.learned import Learned
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
 from dualform.recording.sink import StepRecord
@@ -172,7 +172,7 @@ class Steps:
                 watched.audit.look_at(gradient)
         elif move.gradient is not None:
             changing = reading.unscale != 1.0  # by an optimizer that unscales by itself
-            reading.originals[watched.name] = gradient, gradient._version
+            move.original = gradient, gradient._version
             move.gradient = self.accountant.read(move.account, gradient, changing=changing)
 
     def _read_resolved(self, reading: Reading, move: Move, gradient: Tensor) -> None:
@@ -259,12 +259,12 @@ class Steps:
         record = self._record
         offset = len(record.hyperparameters)
         record.hyperparameters.extend(reading.settings)
+        applied, fresh, kappa = record.applied, record.fresh, record.kappa
+        first, group, unrecorded = record.first, record.group, record.unrecorded
         for move in moves:
             i = move.watched.index
-            record.applied[i], record.fresh[i] = True, move.fresh
-            record.kappa[i], record.first[i] = move.kappa, move.first
-            record.group[i] = offset + move.group
-            record.unrecorded[i] = move.unrecorded
+            applied[i], fresh[i], kappa[i] = True, move.fresh, move.kappa
+            first[i], group[i], unrecorded[i] = move.first, offset + move.group, move.unrecorded
         if self.states is not None:
             self._states |= self.states.after(
                 moves, reading.settings, reading.unscale, self._unexplained_update
@@ -291,14 +291,13 @@ class Steps:
                 move.account,
                 move.transition,
                 move.gradient,
+                move.original,
                 move.watched.audit.projected.copy() if move.gradient is None else None,
-                self._record,
-                reading.unscale,
             )
             for move in moves
             if move.account is not None and move.transition is not None
         ]
-        self.accountant.hand_over(updates, reading.originals)
+        self.accountant.hand_over(updates, self._record, reading.unscale)
 
     def _follow(self, record: StepRecord, moves: Sequence[Move], unscale: float) -> None:
         """Write down what the gradients are along the probes, and where that puts the weights."""
@@ -343,28 +342,18 @@ class Steps:
         watched.spoiled = True
         self._findings.unexplained_weights(self.step, watched, reason)
 
-    def _learned(self, watched: Watched) -> Tensor:
+    def _learned(self, watched: Watched) -> Learned:
         """What training has added to a parameter so far, read off its weights."""
         self.clerk.wait()
         ww, wm, _, _ = watched.audit.initial_share
-        return self._less_initial(watched, watched.parameter, ww, wm)
+        return Learned(self._path, watched.name, watched.parameter, ww, wm)
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
         weights = self._learned(watched)
         _, _, mw, mm = watched.audit.initial_share
-        momentum = self._less_initial(watched, self._buffer_of(watched), mw, mm)
-        return Accumulated(weights, momentum)
-
-    def _less_initial(
-        self, watched: Watched, tensor: Tensor, weights: float, momentum: float
-    ) -> Tensor:
-        """A parameter or its buffer without what is left in it of the initial ones, float64."""
-        initial, name = TensorFile(self._path / INITIAL), watched.name
-        rest = tensor.detach().cpu() - weights * initial.tensor(f"parameters/{name}").double()
-        if momentum and f"momentum/{name}" in initial.names:
-            rest = rest - momentum * initial.tensor(f"momentum/{name}").double()
-        return rest
+        momentum = Learned(self._path, watched.name, self._buffer_of(watched), mw, mm)
+        return Accumulated(weights.part(), momentum.part())
 
     def _buffer_of(self, watched: Watched) -> Tensor:
         buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)
