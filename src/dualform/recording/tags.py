@@ -29,7 +29,7 @@ KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": 
 """What a column is called, by numpy's letter for its type."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Tag:
     """The columns given by one call of `recorder.tag`, as stored: int64 or float64 arrays."""
 
@@ -202,6 +202,25 @@ class Tags:
 
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
+        if columns.keys() != self.kinds.keys():
+            self._check_names(columns)
+        stored: dict[str, NDArray[Any]] = {}
+        length, differ = -1, False
+        for name, value in columns.items():
+            stored[name] = array = self._store(name, value)
+            if array.ndim:
+                differ = differ or length not in (-1, len(array))
+                length = len(array)
+        if differ:
+            sizes = {name: len(array) for name, array in stored.items() if array.ndim}
+            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
+        tag = Tag(stored, update, self._calls)
+        self._calls += 1
+        return tag
+
+    def _check_names(self, columns: dict[str, Any]) -> None:
+        """Raise if names are new and cannot be used, or if one that was given before is missing."""
         for name in columns.keys() - self.kinds.keys():
             if name in ARGUMENTS:
                 raise RecordingError(
@@ -220,14 +239,6 @@ class Tags:
                 f"{', '.join(columns) or 'nothing'}); give every tag at every call, or its column "
                 "would silently lack these patterns"
             )
-        stored = {name: self._store(name, value) for name, value in columns.items()}
-        sizes = {name: v.shape[0] for name, v in stored.items() if v.ndim}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
-        tag = Tag(stored, update, self._calls)
-        self._calls += 1
-        return tag
 
     def new_strings(self) -> dict[str, list[str]]:
         """The strings met since the last call, per column, in the order of their codes."""
@@ -246,7 +257,8 @@ class Tags:
             raise RecordingError(
                 f"the tag {name!r} has shape {list(array.shape)}; expected [B], [B, L] or one value"
             )
-        kind = KINDS.get(array.dtype.kind)
+        letter = array.dtype.kind
+        kind = KINDS.get(letter)
         if kind is None or (kind == "string" and not all(isinstance(v, str) for v in array.flat)):
             raise RecordingError(
                 f"the tag {name!r} holds {array.dtype} values; expected numbers, booleans or "
@@ -261,7 +273,7 @@ class Tags:
             codes = self._codes.setdefault(name, {})
             flat = [codes.setdefault(str(v), len(codes)) for v in array.flat]
             return np.array(flat, np.int64).reshape(array.shape)
-        if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        if letter == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
             raise RecordingError(
                 f"the tag {name!r} holds {int(array.max())}, more than a 64-bit signed integer "
                 "takes; give such ids as strings"
