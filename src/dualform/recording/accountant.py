@@ -22,7 +22,6 @@ as many as `HELD_BYTES` hold.
 from __future__ import annotations
 
 import _thread
-import os
 import queue
 import threading
 from collections import deque
@@ -36,6 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import RecordingError
+from dualform.recording import forks
 from dualform.recording.audit import Transition, advance_along, as_matrix
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched
@@ -48,6 +48,10 @@ WAITING = 2
 
 PARCEL_BYTES = 1 << 20
 """Small gradients are handed over several steps at once: waking a thread costs more than they."""
+
+PATIENT_BYTES = 1 << 24
+"""A parcel of fewer bytes may lie until the next backward pass, where others wake the accountant;
+of more, it would be a burden on training's memory."""
 
 
 class Loan(NamedTuple):
@@ -125,12 +129,15 @@ class Accountant:
         self._predictions: Predictions | None = None  # of the accounts that moved together last
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._told = self._seen = 0  # of how many parcels the accountant was told, and has looked
-        self._due = False  # whether there is one that it was not told of
+        self.is_due = False
+        """Whether there is a parcel that the accountant was not told of."""
+        self.is_urgent = False
+        """Whether that is a large one."""
         self._number = 0  # of the last step handed over
         self._parcel_steps = self._parcel_bytes = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._forks = forks.count
 
     def open(self, watched: Watched, learned: Accumulated | None, *, lendable: bool = True) -> None:
         """Follow a parameter from here on; its gradients are lent only if that may be."""
@@ -155,7 +162,7 @@ class Accountant:
 
     def hand_over(self, updates: list[Update], record: StepRecord, unscale: float) -> None:
         """What an optimizer did, in the step that has this record."""
-        if not updates or os.getpid() != self._process:
+        if not updates or forks.count != self._forks:
             return
         self._raise_failure()
         if self._thread is None:
@@ -173,18 +180,18 @@ class Accountant:
         self._handed.append(Handed(number, updates, record, unscale))
         self._parcel_steps += 1
         if self._parcel_steps >= HELD or self._parcel_bytes >= PARCEL_BYTES:
-            self._parcel_steps = self._parcel_bytes = 0
             self.wake()
-            self._due = True
+            self.is_due, self.is_urgent = True, self._parcel_bytes > PATIENT_BYTES
+            self._parcel_steps = self._parcel_bytes = 0
 
     def wake(self) -> None:
         """Have the accountant see to what was handed over; waits if it is far behind.
 
         Right after an update training is busy with small things and needs the interpreter's lock;
-        amid its forward pass it does not. So this is called then, or by the next update.
+        amid a forward or backward pass it does not. So this is called then, or by the next update.
         """
-        if self._due and os.getpid() == self._process:
-            self._due = False
+        if self.is_due and forks.count == self._forks:
+            self.is_due = self.is_urgent = False
             if self._told - self._seen >= WAITING:
                 self._wait(fold=False)
                 self._told = self._seen  # Ctrl-C may have kept a word from being said
@@ -255,7 +262,7 @@ class Accountant:
         self._check_all()
 
     def _wait(self, *, fold: bool) -> None:
-        if self._thread is not None and os.getpid() == self._process:
+        if self._thread is not None and forks.count == self._forks:
             lock = _thread.allocate_lock()
             lock.acquire()
             self._jobs.put(Pause(lock, fold))
@@ -264,7 +271,7 @@ class Accountant:
 
     def close(self) -> None:
         """End the thread; whatever was handed over is done first."""
-        if self._thread is not None and os.getpid() == self._process:
+        if self._thread is not None and forks.count == self._forks:
             self._jobs.put("end")
             self._thread.join()
             self._thread = None

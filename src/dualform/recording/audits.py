@@ -38,6 +38,8 @@ class Audits:
 
     def __init__(self, audits: Sequence[ParameterAudit]) -> None:
         self._audits, self._moving = list(audits), list(audits)
+        self.have_seen = False
+        """Whether there ever were patterns to see."""
         self._waiting: list[tuple[ParameterAudit | None, ParameterAudit | None, Rows]] = []
         rows = [len(audit.sketch) for audit in audits]
         self._alike = all(rows) and not any(audit.entrywise for audit in audits)
@@ -71,6 +73,7 @@ class Audits:
         one go: amid a backward pass, which has just filled the processor's caches, everything takes
         twice as long.
         """
+        self.have_seen = True
         if error_signals.dtype != rows.dtype or keys.dtype != rows.keys.dtype:
             see_patterns(weight, bias, keys, error_signals, rows)
         elif later:

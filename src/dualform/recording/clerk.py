@@ -15,7 +15,6 @@ patterns, sums or predictions.
 from __future__ import annotations
 
 import _thread
-import os
 import queue
 import threading
 from collections import deque
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dualform.recording import forks
 from dualform.recording.one_core import keep_to_one_core
 
 Job = tuple[Callable[..., None], tuple[Any, ...]]
@@ -49,7 +49,7 @@ class Clerk:
         self._given = self._done = 0  # words to look for jobs, by their numbers
         self._trouble: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._forks = forks.count
 
     def is_for(self, numbers: int) -> bool:
         """Whether a job about so many numbers is for the clerk, and not done sooner than told."""
@@ -95,7 +95,7 @@ class Clerk:
         """
         if even_for_later:
             self._bring()
-        if self._done != self._given and os.getpid() == self._process:
+        if self._done != self._given and forks.count == self._forks:
             lock = _thread.allocate_lock()
             lock.acquire()
             self._words.put(lock)
@@ -112,7 +112,7 @@ class Clerk:
         """
         if not self._jobs:
             return
-        if os.getpid() != self._process:
+        if forks.count != self._forks:
             self._do_all()
             return
         if self._thread is None:
@@ -129,7 +129,7 @@ class Clerk:
     def close(self) -> None:
         """End the thread; what was given is done first."""
         self._bring()
-        if self._thread is not None and os.getpid() == self._process:
+        if self._thread is not None and forks.count == self._forks:
             self._words.put(None)
             self._thread.join()
             self._thread = None

@@ -341,7 +341,8 @@ class Recorder:
         """What is true of a forward call: its tag, and whether that is stale; which call it is."""
         self._calls += 1
         self._first_use.setdefault(layer, len(self._first_use))
-        self._steps.accountant.wake()
+        if self._steps.accountant.is_urgent:
+            self._steps.accountant.wake()
         tag = self._tag
         stale = tag is not None and tag.update != self._updates
         return Context(tag, stale, self._calls, torch._C._current_graph_task_id() != -1)
@@ -423,7 +424,8 @@ class Recorder:
                     continue
             if self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
                 self._sink.rewind(layer)  # of a gradient that will count as unrecorded
-        self._clerk.then(audits.settle, self._steps.step)
+        if audits.have_seen:
+            self._clerk.then(audits.settle, self._steps.step)
         record, gradients, states = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls = 0

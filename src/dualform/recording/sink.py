@@ -24,7 +24,6 @@ set is handed over by the one operation that puts its successor behind it in the
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -38,6 +37,7 @@ from torch import Tensor
 from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
 from dualform.memory.writing import MemoryWriter
+from dualform.recording import forks
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.regions import NarrowCopies
 from dualform.recording.ring import BufferSet, Fold
@@ -133,7 +133,7 @@ class DiskSink(Sink):
         self._ring = deque([BufferSet(first_step)])
         self._handed_over = threading.Semaphore(0)
         self._ending = False
-        self._process = os.getpid()
+        self._forks = forks.count
         self._thread = threading.Thread(target=self._write, name="dualform-writer", daemon=True)
         self._thread.start()
 
@@ -335,7 +335,7 @@ class DiskSink(Sink):
         Whatever happened before or happens here, the writer thread ends and what was handed over to
         it is written if that is possible at all. May be called again: then there is nothing to do.
         """
-        if self._ending or os.getpid() != self._process:  # a forked child has nothing to write
+        if self._ending or forks.count != self._forks:  # a forked child has nothing to write
             return
         self._tell(time.monotonic())
         extras, trouble = None, None
