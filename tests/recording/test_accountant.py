@@ -16,8 +16,11 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.recording import accountant as room
-from dualform.recording import sums
+from dualform.recording import clerk, sums
 from dualform.recording.accountant import Accountant, Handed
+from dualform.recording.audit import ParameterAudit
+from dualform.recording.learned import Learned
+from dualform.recording.predictions import Predictions
 from dualform.recording.sums import HELD, Accumulated, combined
 
 Loop = Callable[[SGD], None]
@@ -311,6 +314,80 @@ def test_a_forked_process_that_leaves_the_block_waits_for_nobody(tmp_path: Path)
         for number in range(4, 12):
             training.step(number)
     training.assert_exact(df.Memory.open(tmp_path))
+
+
+def test_what_was_learned_is_that_of_the_commit_however_late_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer takes W less W_0, and training has moved on by then."""
+    may_go_on = threading.Event()
+    part = Learned.part
+
+    def late(self: Learned) -> Tensor:
+        assert threading.current_thread().name != "dualform-writer" or may_go_on.wait(timeout=60)
+        return part(self)
+
+    monkeypatch.setattr(Learned, "part", late)
+
+    def after(number: int, optimizer: SGD) -> None:
+        optimizer.zero_grad()
+        if number == EVERY + 4:
+            may_go_on.set()
+
+    training = Training(tmp_path, after)
+    training.assert_exact(training.record())
+    assert may_go_on.is_set()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_no_parcel_is_left_lying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], large: bool
+) -> None:
+    """Small ones wait for the clerk to be woken, large ones for a forward pass; none for long."""
+    monkeypatch.setattr(room, "PARCEL_BYTES", 1)
+    monkeypatch.setattr(clerk, "LITTLE", 0)
+    if large:
+        monkeypatch.setattr(room, "PATIENT_BYTES", 0)
+    told = []
+    wake = Accountant.wake
+
+    def wake_and_tell(self: Accountant) -> None:
+        if self.is_due:
+            told.append(threading.current_thread().name)
+        wake(self)
+
+    monkeypatch.setattr(Accountant, "wake", wake_and_tell)
+    training = Training(tmp_path, clear)
+    training.assert_exact(training.record())
+    assert len(told) >= STEPS - 2
+    assert ("dualform-clerk" in told) is (way is KEYS_ALONE and not large)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_predictions_of_all_are_those_of_each(dtype: torch.dtype) -> None:
+    def watch() -> list[ParameterAudit]:
+        generator = torch.Generator().manual_seed(3)
+        return [ParameterAudit(p, None, generator) for p in network(dtype).parameters()]
+
+    each, together = watch(), watch()
+    predictions = Predictions(together)
+    transition = (0.999, -0.1, 0.001, 0.9, -0.1, 1.0)
+    for _ in range(20):
+        gradients = [torch.randn_like(p) for p in network(dtype).parameters()]
+        sketched = predictions.follow(gradients, transition)
+        assert sketched is not None
+        for audit, other, gradient, number in zip(each, together, gradients, sketched, strict=True):
+            audit.look_at(gradient)
+            audit.advance(transition)
+            assert np.allclose(audit.weights, other.weights, rtol=0, atol=1e-14)
+            assert np.allclose(audit.momentum, other.momentum, rtol=0, atol=1e-14)
+            assert number == pytest.approx(audit.sketched, abs=1e-14)
+            assert audit.travel == pytest.approx(other.travel, rel=1e-12)
+            assert audit.initial_share == other.initial_share
+    before = [audit.weights.copy() for audit in together]
+    odd = [gradient.to(torch.bfloat16) for gradient in gradients]
+    assert predictions.follow(odd, transition) is None
+    assert all(map(np.array_equal, before, (audit.weights for audit in together)))
 
 
 # -- the end always has its sums -------------------------------------------------------------------

@@ -298,7 +298,7 @@ class Steps:
             if move.account is not None and move.transition is not None
         ]
         self.accountant.hand_over(updates, self._record, reading.unscale)
-        if self.accountant.is_due and not self.accountant.is_urgent:
+        if self.clerk.is_used and self.accountant.is_due and not self.accountant.is_urgent:
             self.clerk.later(self.accountant.wake)
 
     def _follow(self, record: StepRecord, moves: Sequence[Move], unscale: float) -> None:
