@@ -390,6 +390,22 @@ def test_predictions_of_all_are_those_of_each(dtype: torch.dtype) -> None:
     assert all(map(np.array_equal, before, (audit.weights for audit in together)))
 
 
+def test_parameters_that_move_in_changing_company_are_predicted_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """Some of them have no gradient now and then: who moves at once differs from step to step."""
+
+    def after(number: int, optimizer: SGD) -> None:
+        optimizer.zero_grad()
+        for turn, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            parameter.requires_grad_(turn >= 2 or (number // 3) % 3 != turn)
+
+    training = Training(tmp_path, after)
+    memory = training.record()
+    training.assert_exact(memory)
+    assert df.DualForm(training.model, memory).verify().passed
+
+
 # -- the end always has its sums -------------------------------------------------------------------
 
 

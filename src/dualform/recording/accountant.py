@@ -36,7 +36,7 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.recording import forks
-from dualform.recording.audit import Transition, advance_along, as_matrix
+from dualform.recording.audit import ParameterAudit, Transition, advance_along, as_matrix
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched
 from dualform.recording.predictions import Predictions
@@ -52,6 +52,9 @@ PARCEL_BYTES = 1 << 20
 PATIENT_BYTES = 1 << 24
 """A parcel of fewer bytes may lie until the next backward pass, where others wake the accountant;
 of more, it would be a burden on training's memory."""
+
+MOVING = 16
+"""How many sets of parameters that move at once are remembered: of several optimizers, say."""
 
 
 class Loan(NamedTuple):
@@ -126,7 +129,9 @@ class Accountant:
         self._restart = restart
         self.accounts: dict[str, Account] = {}
         self._handed: deque[Handed] = deque()  # steps, by one operation each
-        self._predictions: Predictions | None = None  # of the accounts that moved together last
+        self._predictions: dict[
+            tuple[ParameterAudit, ...], Predictions
+        ] = {}  # who moves at once
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._told = self._seen = 0  # of how many parcels the accountant was told, and has looked
         self.is_due = False
@@ -332,18 +337,21 @@ class Accountant:
                 one.fold()
 
     def _follow_at_once(self, handed: Handed) -> bool:
-        """The usual case: the same parameters as before, all by the same step. False if not."""
+        """The usual case: all by the same step, and gradients as they come. False if it is not."""
         _, updates, record, unscale = handed
         transition = updates[0].transition
         if any(u.gradient is None or u.transition != transition for u in updates):
             return False
         audits = tuple(update.account.watched.audit for update in updates)
-        if self._predictions is None or self._predictions.audits != audits:
+        predictions = self._predictions.get(audits)
+        if predictions is None or not predictions.hold:
             if not all(len(audit.sketch) for audit in audits):
                 return False
-            self._predictions = Predictions(audits)
+            if len(self._predictions) > MOVING:
+                self._predictions.clear()
+            predictions = self._predictions[audits] = Predictions(audits)
         gradients = [update.gradient for update in updates if update.gradient is not None]
-        sketched = self._predictions.follow(gradients, transition)
+        sketched = predictions.follow(gradients, transition)
         if sketched is None:
             return False
         for update, number in zip(updates, sketched, strict=True):

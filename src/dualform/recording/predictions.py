@@ -20,7 +20,7 @@ class Predictions:
     """The predictions of some audits, each of some rows, from here on in common arrays."""
 
     def __init__(self, audits: Sequence[ParameterAudit]) -> None:
-        self.audits = tuple(audits)
+        self.audits = audits
         rows = [len(audit.sketch) for audit in audits]
         self._starts = np.cumsum([0, *rows])[:-1]
         self._weights = np.concatenate([audit.weights for audit in audits])
@@ -33,6 +33,11 @@ class Predictions:
         self._places = torch.split(self._projected, rows)
         self._probes = [audit.probe64.to(audit.probe.dtype) for audit in audits]  # on the CPU
         self._products = [p.new_empty(n) for p, n in zip(self._probes, rows, strict=True)]
+
+    @property
+    def hold(self) -> bool:
+        """Whether the audits still share these arrays: others may have taken some of them over."""
+        return all(audit.weights.base is self._weights for audit in self.audits)
 
     def follow(self, gradients: Sequence[Tensor], transition: Transition) -> list[float] | None:
         """The same step of the learning rule for all, by their gradients: u·(grad v) of each.
