@@ -129,9 +129,7 @@ class Accountant:
         self._restart = restart
         self.accounts: dict[str, Account] = {}
         self._handed: deque[Handed] = deque()  # steps, by one operation each
-        self._predictions: dict[
-            tuple[ParameterAudit, ...], Predictions
-        ] = {}  # who moves at once
+        self._predictions: dict[tuple[ParameterAudit, ...], Predictions] = {}  # who moves at once
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._told = self._seen = 0  # of how many parcels the accountant was told, and has looked
         self.is_due = False
