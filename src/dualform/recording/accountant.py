@@ -207,14 +207,13 @@ class Accountant:
         One that is still `.grad` is about to be added to, or has been emptied in its place.
         """
         for account in self.accounts.values():
-            loans = account.loans
-            if loans:
+            if loans := account.loans:
                 done = account.taken  # before looking
                 number, original, version, _ = loans[-1]
                 touched = original is account.watched.parameter.grad
-                if len(loans) > 1 or touched or number > done or original._version != version:
+                if touched or original._version != version or len(loans) > 1:
                     self._check(account, touched=touched)
-                else:
+                elif number <= done:
                     account.loans = []
 
     def _check_all(self) -> None:

@@ -144,20 +144,21 @@ class Capture:
         context = self.context(layer)
 
         def backward(error_signals: tuple[Tensor | None, ...]) -> None:
+            shape: tuple[int, ...]
             error_signal = error_signals[0]
             if error_signal is None or (self._forgotten and layer in self._forgotten):
                 return
             if self._active and any(map(will_accumulate, nodes)):
                 if padding is not None:
                     error_signal = without_padding(error_signal, key, padding)
-                self.on_patterns(
-                    layer,
-                    as_patterns(kind, key),
-                    flattened(error_signal),
-                    leading_shape(kind, key),
-                    context,
-                    torch._C._current_graph_task_id(),
-                )
+                size = key.shape
+                if kind == "linear" and len(size) == 2 and not error_signal.requires_grad:
+                    patterns, shape = (key, error_signal), (size[0],)  # the usual case
+                else:
+                    patterns = as_patterns(kind, key), flattened(error_signal)
+                    shape = leading_shape(kind, key)
+                task = torch._C._current_graph_task_id()
+                self.on_patterns(layer, *patterns, shape, context, task)
 
         made_by.register_prehook(backward)
 
