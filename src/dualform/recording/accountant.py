@@ -157,8 +157,10 @@ class Accountant:
 
         `changing`: the optimizer itself is about to change it.
         """
-        if account.loans or account.first is not None:
-            self._look_after(account, gradient)
+        if account.first is not None:
+            self._learn_habit(account, gradient)
+        if account.loans:
+            self._let_go(account, gradient)
         if account.lends and not changing and _is_its_own(gradient, account.bytes):
             return gradient
         return gradient.detach().to("cpu", copy=True)
@@ -207,29 +209,30 @@ class Accountant:
         One that is still `.grad` is about to be added to, or has been emptied in its place.
         """
         for account in self.accounts.values():
-            if loans := account.loans:
-                done = account.taken  # before looking
-                number, original, version, _ = loans[-1]
-                touched = original is account.watched.parameter.grad
-                if touched or original._version != version or len(loans) > 1:
-                    self._check(account, touched=touched)
-                elif number <= done:
-                    account.loans = []
+            if account.loans:
+                self._let_go(account, account.watched.parameter.grad)
+
+    def _let_go(self, account: Account, gradient: Tensor | None) -> None:
+        """Loans that are done with are over; what lies in `.grad` now should not be one of them."""
+        done = account.taken  # before looking
+        number, original, version, _ = account.loans[-1]
+        touched = original is gradient
+        if touched or original._version != version or len(account.loans) > 1:
+            self._check(account, touched=touched)
+        elif number <= done:
+            account.loans = []
 
     def _check_all(self) -> None:
         for account in self.accounts.values():
             if account.loans:
                 self._check(account)
 
-    def _look_after(self, account: Account, gradient: Tensor) -> None:
-        """The next gradient is there: were the last ones left alone, as the loop's habit says?"""
-        if account.first is not None:
-            (first, version), account.first = account.first, None
-            account.habit_known = True
-            account.lends = first._version == version and first is not gradient
-        if account.loans:
-            kept = account.loans[-1].original is gradient
-            self._check(account, touched=kept)
+    def _learn_habit(self, account: Account, gradient: Tensor) -> None:
+        """The next gradient is there: was the first one left alone, and thrown away?"""
+        assert account.first is not None
+        (first, version), account.first = account.first, None
+        account.habit_known = True
+        account.lends = first._version == version and first is not gradient
 
     def _check(self, account: Account, *, touched: bool = False) -> None:
         """Look at everything lent; what the accountant is done with is then settled."""
