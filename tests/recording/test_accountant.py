@@ -18,9 +18,7 @@ import dualform as df
 from dualform.recording import accountant as room
 from dualform.recording import clerk, sums
 from dualform.recording.accountant import Accountant, Handed
-from dualform.recording.audit import ParameterAudit
 from dualform.recording.learned import Learned
-from dualform.recording.predictions import Predictions
 from dualform.recording.sums import HELD, Accumulated, combined
 
 Loop = Callable[[SGD], None]
@@ -361,33 +359,6 @@ def test_no_parcel_is_left_lying(
     training.assert_exact(training.record())
     assert len(told) >= STEPS - 2
     assert ("dualform-clerk" in told) is (way is KEYS_ALONE and not large)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_predictions_of_all_are_those_of_each(dtype: torch.dtype) -> None:
-    def watch() -> list[ParameterAudit]:
-        generator = torch.Generator().manual_seed(3)
-        return [ParameterAudit(p, None, generator) for p in network(dtype).parameters()]
-
-    each, together = watch(), watch()
-    predictions = Predictions(together)
-    transition = (0.999, -0.1, 0.001, 0.9, -0.1, 1.0)
-    for _ in range(20):
-        gradients = [torch.randn_like(p) for p in network(dtype).parameters()]
-        sketched = predictions.follow(gradients, transition)
-        assert sketched is not None
-        for audit, other, gradient, number in zip(each, together, gradients, sketched, strict=True):
-            audit.look_at(gradient)
-            audit.advance(transition)
-            assert np.allclose(audit.weights, other.weights, rtol=0, atol=1e-14)
-            assert np.allclose(audit.momentum, other.momentum, rtol=0, atol=1e-14)
-            assert number == pytest.approx(audit.sketched, abs=1e-14)
-            assert audit.travel == pytest.approx(other.travel, rel=1e-12)
-            assert audit.initial_share == other.initial_share
-    before = [audit.weights.copy() for audit in together]
-    odd = [gradient.to(torch.bfloat16) for gradient in gradients]
-    assert predictions.follow(odd, transition) is None
-    assert all(map(np.array_equal, before, (audit.weights for audit in together)))
 
 
 def test_parameters_that_move_in_changing_company_are_predicted_all_the_same(

@@ -262,7 +262,8 @@ def _check_fingerprints(view: View, sums: Tally, rebuilt: Tensor | None) -> list
     momentum = torch.zeros(rows, dtype=torch.float64)
     if buffer is not None:
         momentum = _project(buffer, sums.probe, rows)
-    size = max(sums.largest_print, entries_size(sums.probe, memory.initial(name), rebuilt))
+    entries = entries_size(sums.probe, memory.initial(name), rebuilt)
+    size = max(entries, rms(weights), sums.largest_print)
     # Fingerprints are float64 sums themselves, and so is what they are compared with.
     terms = memory.initial(name).double().abs()
     summed = SUM_ROUNDINGS * DOUBLE * max(rms(_project(terms, sums.probe.abs(), rows)), size)
