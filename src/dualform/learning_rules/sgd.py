@@ -17,6 +17,7 @@ decay, a layer may sit out a step, an optimizer may own only some of the paramet
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from dualform.errors import QueryError
 
 HYPERPARAMETERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 """What a step of SGD depends on, as named in torch's parameter groups."""
+
+_in_order = itemgetter(*HYPERPARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -161,4 +164,4 @@ def coefficients(
 
 def hyperparameters(group: dict[str, Any]) -> tuple[float, ...]:
     """One parameter group's settings now, in the order of `HYPERPARAMETERS`."""
-    return tuple(float(group[name]) for name in HYPERPARAMETERS)
+    return tuple(map(float, _in_order(group)))

@@ -206,8 +206,12 @@ class Accountant:
     def make_room(self) -> None:
         """Before a backward pass: gradients lent that are done with are let go of.
 
-        One that is still `.grad` is about to be added to, or has been emptied in its place.
+        One that is still `.grad` is about to be added to, or has been emptied in its place. Either
+        is seen before the next update at the latest; as long as the accountant was not even told of
+        the last ones, that is soon enough.
         """
+        if self.is_due:
+            return
         for account in self.accounts.values():
             if account.loans:
                 self._let_go(account, account.watched.parameter.grad)

@@ -66,6 +66,11 @@ class Clerk:
         else:
             self._bring()
 
+    def help(self, work: Callable[..., None], *args: Any) -> None:
+        """One more job, now, once in a while: it does not promise that others will follow."""
+        self._jobs.append((work, args))
+        self._bring()
+
     def later(self, work: Callable[..., None], *args: Any) -> None:
         """One more job, which may wait until another is given: the two wake the clerk only once.
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 from dualform.learning_rules import State, momentum_buffer
+from dualform.recording.clerk import Clerk
 from dualform.recording.parameters import Parameters, Watched
 
 FINGERPRINT_EVERY = 64
@@ -35,31 +36,34 @@ class Taken(NamedTuple):
 class Fingerprints:
     """The fingerprints taken since the last commit."""
 
-    def __init__(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
-        self._parameters = parameters
-        self._optimizers = optimizers
+    def __init__(
+        self, parameters: Parameters, optimizers: Sequence[Optimizer], clerk: Clerk
+    ) -> None:
+        self._parameters, self._optimizers, self._clerk = parameters, optimizers, clerk
         self._taken: list[Taken] = []
         self.last = 0
         """The number of updates when the last one was taken."""
 
     def take(self, step: int, compare: Callable[[Watched, Array], None]) -> None:
-        """Project every parameter and its momentum buffer (NaN where there is none).
+        """Project every parameter, and all that is remembered of it (NaN: there is no momentum).
 
-        `compare` is given each parameter's fingerprint to compare it with what was predicted.
+        `compare` is given each parameter's fingerprint to compare it with what was predicted. The
+        clerk sees to what is remembered meanwhile; the training thread looks after the weights.
         """
         seen = Taken(step, {}, {}, {})
-        for watched in self._parameters:
-            name, parameter = watched.name, watched.parameter
-            seen.weights[name] = projected = watched.audit.project(parameter)
+        owned = [
+            (w, next((o for o in self._optimizers if o.state.get(w.parameter)), None))
+            for w in self._parameters
+        ]
+        numbers = sum(w.parameter.numel() for w, owner in owned if owner is not None)
+        if self._clerk.is_for(numbers) and all(w.parameter.is_cpu for w, _ in owned):
+            self._clerk.help(_remember, seen, owned)
+        else:
+            _remember(seen, owned)
+        for watched, _ in owned:
+            seen.weights[watched.name] = projected = watched.audit.project(watched.parameter)
             compare(watched, projected)
-            owner = next((o for o in self._optimizers if o.state.get(parameter)), None)
-            buffer = None if owner is None else momentum_buffer(owner, parameter)
-            seen.momenta[name] = (
-                np.full_like(projected, np.nan) if buffer is None else watched.audit.project(buffer)
-            )
-            if owner is not None and watched.rule is not None:
-                state = watched.rule.found(owner.state[parameter]) or {}
-                seen.states.update(states_fingerprint(watched, state))
+        self._clerk.wait()
         self._taken.append(seen)
         self.last = step
 
@@ -77,6 +81,19 @@ class Fingerprints:
                 for name, like in states.items()
             },
         )
+
+
+def _remember(seen: Taken, owned: Sequence[tuple[Watched, Optimizer | None]]) -> None:
+    """Project what optimizers remember of their parameters."""
+    for watched, owner in owned:
+        name, audit = watched.name, watched.audit
+        buffer = None if owner is None else momentum_buffer(owner, watched.parameter)
+        seen.momenta[name] = (
+            np.full(len(audit.sketch), np.nan) if buffer is None else audit.project(buffer)
+        )
+        if owner is not None and watched.rule is not None:
+            state = watched.rule.found(owner.state[watched.parameter]) or {}
+            seen.states.update(states_fingerprint(watched, state))
 
 
 def states_fingerprint(watched: Watched, state: State) -> dict[str, Array]:
