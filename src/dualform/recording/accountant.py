@@ -165,6 +165,17 @@ class Accountant:
             return gradient
         return gradient.detach().to("cpu", copy=True)
 
+    def borrows(self, account: Account, gradient: Tensor) -> bool:
+        """Before the optimizer moves: whether this gradient is lent, as the ones before it were.
+
+        If not, nothing has happened; `read` will see to it.
+        """
+        if gradient.is_sparse or gradient.dtype is not account.watched.dtype:
+            return False
+        if account.loans:
+            self._let_go(account, gradient)
+        return account.lends and _is_its_own(gradient, account.bytes)
+
     def hand_over(self, updates: list[Update], record: StepRecord, unscale: float) -> None:
         """What an optimizer did, in the step that has this record."""
         if not updates or forks.count != self._forks:

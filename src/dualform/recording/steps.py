@@ -36,6 +36,7 @@ from dualform.recording.findings import Findings
 from dualform.recording.learned import Learned
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
+from dualform.recording.routine import Routine, is_fresh
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
 
@@ -83,6 +84,7 @@ class Steps:
         self._states: dict[str, Tensor] = {}
         self._pending: Reading | None = None
         self._transitions: dict[tuple[Any, ...], Transition] = {}
+        self._routines: dict[Optimizer, Routine] = {}
 
     @property
     def is_over(self) -> bool:
@@ -120,6 +122,8 @@ class Steps:
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
+        if unscale == 1.0 and self._read_routinely(optimizer):
+            return
         reading = Reading(optimizer, unscale)
         adaptive = adaptive_rule_of(optimizer) if self._known_rules else None
         for group in optimizer.param_groups:
@@ -134,6 +138,19 @@ class Steps:
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
         self._pending = reading
+
+    def _read_routinely(self, optimizer: Optimizer) -> bool:
+        """Whether this step is like the optimizer's last one, and was noted as such."""
+        routine = self._routines.get(optimizer)
+        if routine is None:
+            return False
+        reading = Reading(optimizer, 1.0)
+        updates = routine.read(reading, self.accountant, self._transition)
+        if updates is None:
+            del self._routines[optimizer]
+            return False
+        reading.updates, self._pending = updates, reading
+        return True
 
     def _read_parameter(self, reading: Reading, watched: Watched, gradient: Tensor) -> None:
         if gradient.is_sparse:
@@ -150,7 +167,7 @@ class Steps:
         if watched.coverage == "untrained":
             self._decide_coverage(watched, gradient)
         state = reading.optimizer.state.get(watched.parameter)
-        fresh = not state or (watched.rule is None and state.get("momentum_buffer") is None)
+        fresh = not state if watched.rule is not None else is_fresh(state)
         transition = None
         if self._known_rules and watched.rule is None:
             transition = self._transition(reading.settings[-1], fresh, reading.unscale)
@@ -240,6 +257,9 @@ class Steps:
             return
         self.clerk.wait()
         self.accountant.catch_up()
+        if reading.updates:
+            routine = self._routines[reading.optimizer]
+            reading.moves, reading.updates = routine.moves(reading.updates, self.step), []
         for move in reading.moves:
             if move.account is not None and move.gradient is not None:
                 move.watched.audit.look_at(move.gradient)
@@ -259,6 +279,11 @@ class Steps:
         record = self._record
         offset = len(record.hyperparameters)
         record.hyperparameters.extend(reading.settings)
+        if reading.updates:
+            self._routines[reading.optimizer].write_down(record, self.step, offset)
+            self._hand_over(reading.updates, 1.0)
+            self.stepped.append(reading.optimizer)
+            return
         applied, fresh, kappa = record.applied, record.fresh, record.kappa
         first, group, unrecorded = record.first, record.group, record.unrecorded
         for move in moves:
@@ -283,6 +308,10 @@ class Steps:
                     self.step, move.watched, move.gradient, self._learned_now
                 )
         self.stepped.append(reading.optimizer)
+        if self._known_rules and self.states is None and not reading.resolved:
+            routine = Routine.of(reading)
+            if routine is not None:
+                self._routines[reading.optimizer] = routine
 
     def _account_for(self, reading: Reading, moves: Sequence[Move]) -> None:
         """Hand over what accounts are to count; keep the gradients of the others, if possible."""
@@ -297,7 +326,10 @@ class Steps:
             for move in moves
             if move.account is not None and move.transition is not None
         ]
-        self.accountant.hand_over(updates, self._record, reading.unscale)
+        self._hand_over(updates, reading.unscale)
+
+    def _hand_over(self, updates: list[Update], unscale: float) -> None:
+        self.accountant.hand_over(updates, self._record, unscale)
         if self.clerk.is_used and self.accountant.is_due and not self.accountant.is_urgent:
             self.clerk.later(self.accountant.wake)
 
