@@ -20,7 +20,6 @@ class Gradients:
         self._parameters = parameters
         self._sink, self._clerk = sink, clerk
         self._step = 0
-        self._backward = -1
         self._trained: dict[Layer, list[Watched]] = {}
 
     def next_step(self) -> None:
@@ -32,10 +31,6 @@ class Gradients:
         How many patterns are taken back, and whose gradients begin anew.
         """
         self._step = step
-        if backward != self._backward:
-            self._backward = backward
-            self._clerk.wait(even_for_later=False)
-            self._parameters.audits.catch_up()  # with what earlier passes brought
         dropped, anew = 0, []
         for watched in self._parameters.of_layer(layer):
             if watched.backward == backward or not watched.parameter.requires_grad:

@@ -1,14 +1,18 @@
 """Patterns on their way in: what must be seen amid the backward pass, and what may wait a little.
 
-Whether a gradient was thrown away since the last pass can only be seen before this one adds to it,
-and a tag that does not fit should be an error at the layer where it happens. Everything else, the
-copying above all, is left to the clerk (`clerk.py`). Tensors of another device than the CPU are
-copied at once: what is computed there is in order only with the thread that computes it.
+Whether a gradient was thrown away since the last pass can only be seen before this one adds to it.
+In the usual loop one look at all parameters tells, as the pass begins: none has a gradient. Then
+everything else, the copying above all, is left to the clerk (`clerk.py`), and what it finds wrong
+(a tag that does not fit) is raised before `backward()` returns. Tensors of another device than the
+CPU are copied at once: what is computed there is in order only with the thread that computes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Variable
@@ -33,6 +37,30 @@ LIGHT = 1 << 23
 one's hook."""
 
 
+@dataclass(eq=False, slots=True)
+class Pass:
+    """A backward pass: torch's number of it, the step it is part of, and which pass of that.
+
+    It `is_simple` where all is known before it begins: no parameter has a gradient, every one will
+    get one, and nothing has come in this step that could have been thrown away since. It
+    `is_awaited` if it will not return before the clerk is done.
+    """
+
+    number: int
+    step: int
+    microbatch: int
+    is_simple: bool
+    is_awaited: bool = False
+
+
+class Noted(NamedTuple):
+    """What is known of patterns before they are copied, and whose gradients begin with them."""
+
+    visit: Visit
+    trained: list[Watched]
+    anew: list[Watched]
+
+
 class Intake:
     """Takes the patterns of one use of a layer after the other."""
 
@@ -47,14 +75,15 @@ class Intake:
         self._parameters, self._steps, self._sink = parameters, steps, sink
         self._findings, self._clerk = findings, clerk
         self._gradients = Gradients(parameters, sink, clerk)
-        self._backwards: dict[int, int] = {}
-        self._awaited = -1  # the backward pass that will not return before the clerk is done
+        self._all = [watched.parameter for watched in parameters]
+        self._passes: dict[int, Pass] = {}
+        self._pass: Pass | None = None  # that the last patterns came from
         self._latest: Layer | None = None  # whose patterns came
         self._last: set[Layer] = set()  # whose patterns were the last of a backward pass
         self._changed: dict[int, str] = {}  # backward passes whose tensors were, and what to say
 
     def next_step(self) -> None:
-        self._backwards, self._changed = {}, {}
+        self._passes, self._pass, self._changed = {}, None, {}
         self._gradients.next_step()
 
     def take(
@@ -67,13 +96,75 @@ class Intake:
         backward: int,
     ) -> None:
         """Patterns that the backward pass now running is about to add to a layer's gradients."""
-        step = self._steps.step
-        if backward not in self._backwards:
+        current = self._pass
+        if current is None or current.number != backward:
+            current = self._begin(backward)
+        for_clerk = (
+            keys.is_cpu
+            and error_signals.is_cpu
+            and self._clerk.is_for(keys.numel() + error_signals.numel())
+        )
+        if for_clerk and current.is_simple:
+            self._send(self._note_and_keep, layer, keys, error_signals, current, shape, context)
+            return
+        if not for_clerk:
+            self._clerk.wait()
+        noted = self._note(layer, keys, current, shape, context)
+        if noted is not None and for_clerk:
+            self._send(self._keep_later, layer, keys, error_signals, current, noted)
+        elif noted is not None:
+            self._keep(layer, keys, error_signals, noted)
+
+    def _begin(self, backward: int) -> Pass:
+        """The backward pass that patterns come from now: another than the last ones did."""
+        found = self._passes.get(backward)
+        if found is None:
             self._steps.accountant.make_room()
+            number, is_first = len(self._passes), not self._passes
+            self._clerk.wait(even_for_later=not is_first)
+            is_simple = (
+                is_first
+                and self._steps.is_recorded
+                and all(p.grad is None and p.requires_grad for p in self._all)
+            )
+            found = Pass(backward, self._steps.step, number, is_simple)
+            self._passes[backward] = found
+        else:  # another one ran inside of it
+            self._clerk.wait()
+            found.is_simple = False
+        self._parameters.audits.catch_up()  # with what earlier passes brought
+        self._pass = found
+        return found
+
+    def _send(
+        self,
+        work: Callable[..., None],
+        layer: Layer,
+        keys: Tensor,
+        error_signals: Tensor,
+        current: Pass,
+        *noted: Any,
+    ) -> None:
+        """Have the clerk do it, before the backward pass returns."""
+        if not current.is_awaited:
+            Variable._execution_engine.queue_callback(partial(self._end, current.number))
+            current.is_awaited = True
+        versions = keys._version, error_signals._version
+        give = self._clerk.later if self._may_wait(layer, keys) else self._clerk.give
+        give(work, layer, keys, error_signals, versions, current, *noted)
+        self._latest = layer
+
+    def _note(
+        self, layer: Layer, keys: Tensor, current: Pass, shape: tuple[int, ...], context: Context
+    ) -> Noted | None:
+        """Look at the layer's gradients before the pass adds to them, and note what comes.
+
+        None if the step's patterns are not kept.
+        """
+        step = current.step
         tag = self._checked(layer, keys, shape, context, step)
-        dropped, anew = self._gradients.notice(layer, backward, step)
+        dropped, anew = self._gradients.notice(layer, current.number, step)
         self._findings.dropped += dropped
-        microbatch = self._backwards.setdefault(backward, len(self._backwards))
         trained = []
         for watched in self._parameters.of_layer(layer):
             if watched.parameter.requires_grad:
@@ -85,26 +176,35 @@ class Intake:
             forget(anew, step)
             for watched in trained:
                 watched.audit.uses += 1
-            return
+            return None
         change = self._gradients.change_of_trained(layer, trained)
         if change is not None:
             self._findings.unexplained_gradient(step, trained[0], change)
         for watched in trained:
             watched.seen = step
-        visit = Visit(step, microbatch, context.call, shape, tag)
-        patterns = layer, keys, error_signals, visit, trained, anew
-        on_cpu = keys.is_cpu and error_signals.is_cpu
-        if on_cpu and self._clerk.is_for(keys.numel() + error_signals.numel()):
-            if self._awaited != backward:
-                Variable._execution_engine.queue_callback(partial(self._end, backward))
-                self._awaited = backward
-            versions = keys._version, error_signals._version
-            give = self._clerk.later if self._may_wait(layer, keys) else self._clerk.give
-            give(self._keep_later, *patterns, backward, versions)
-            self._latest = layer
-        else:
-            self._clerk.wait()
-            self._keep(*patterns)
+        return Noted(Visit(step, current.microbatch, context.call, shape, tag), trained, anew)
+
+    def _note_and_keep(
+        self,
+        layer: Layer,
+        keys: Tensor,
+        error_signals: Tensor,
+        versions: tuple[int, int],
+        current: Pass,
+        shape: tuple[int, ...],
+        context: Context,
+    ) -> None:
+        """Both on the clerk's thread, of a simple pass: there is nothing to look at."""
+        step, number = current.step, current.number
+        tag = self._checked(layer, keys, shape, context, step)
+        trained = list(self._parameters.of_layer(layer))
+        anew = [watched for watched in trained if watched.backward != number]
+        for watched in trained:
+            watched.backward, watched.seen = number, step
+        self._gradients.change_of_trained(layer, trained)
+        visit = Visit(step, current.microbatch, context.call, shape, tag)
+        noted = Noted(visit, trained, anew)
+        self._keep_later(layer, keys, error_signals, versions, current, noted)
 
     def _may_wait(self, layer: Layer, keys: Tensor) -> bool:
         """Whether there will be other jobs to wake the clerk for, soon enough for this one."""
@@ -131,13 +231,12 @@ class Intake:
         layer: Layer,
         keys: Tensor,
         error_signals: Tensor,
-        visit: Visit,
-        trained: list[Watched],
-        anew: list[Watched],
+        noted: Noted,
         *,
         later: bool = True,
     ) -> None:
         """Copy the patterns, and tell the audits of them."""
+        visit, trained, anew = noted
         forget(anew, visit.step)
         kept = self._sink.append(layer, keys, error_signals, visit)
         if audits := {w.name: w.audit for w in trained if w.resolved}:
@@ -150,19 +249,17 @@ class Intake:
         layer: Layer,
         keys: Tensor,
         error_signals: Tensor,
-        visit: Visit,
-        trained: list[Watched],
-        anew: list[Watched],
-        backward: int,
         versions: tuple[int, int],
+        current: Pass,
+        noted: Noted,
     ) -> None:
         """The same on the clerk's thread: were the tensors left alone meanwhile?"""
-        self._keep(layer, keys, error_signals, visit, trained, anew, later=False)
+        self._keep(layer, keys, error_signals, noted, later=False)
         if versions != (keys._version, error_signals._version):
-            self._changed[backward] = (
+            self._changed[current.number] = (
                 f"layer {layer.name!r}: its input or its error signal was changed in place during "
-                f"the backward pass of step {visit.step}, while it was being copied (by a hook?); "
-                "patterns are read until backward() returns: change tensors after it"
+                f"the backward pass of step {current.step}, while it was being copied (by a hook?)"
+                "; patterns are read until backward() returns: change tensors after it"
             )
 
     def _end(self, backward: int) -> None:
