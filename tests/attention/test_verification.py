@@ -77,6 +77,23 @@ def test_weights_that_vanish_along_the_probe_are_no_false_alarm(
         assert max(check.severity for check in found) < 1 / 8
 
 
+@pytest.mark.parametrize("batch", [64, 2048, 16384])
+@pytest.mark.parametrize("seed", range(3))
+def test_large_batches_that_agree_are_no_false_alarm(tmp_path: Path, batch: int, seed: int) -> None:
+    """Parts of one sign: the sum, and the rounding of every partial sum, is as large as can be."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    with df.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(10):
+            model(torch.rand(batch, 6) + 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.flush()  # between two fingerprints, that of one step alone
+    certificate = df.DualForm(model, tmp_path / "run").verify()
+    assert certificate.passed, certificate
+
+
 def test_bounds_are_not_generous(train: Any) -> None:
     """Bounds are a multiple of what honest runs show, not orders of magnitude beyond."""
     generous = {"weights": 2000, "fingerprints": 200, "steps": 3000}

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from dualform.attention import engine, preconditioned_checks, queries
 from dualform.attention.rounding import (
     DOUBLE,
+    agreeing,
     buffer_sizes,
     carried,
     drift,
@@ -206,7 +207,7 @@ def _check_weights(
     log, gross = view.log(name), largest
     if sums is not None:
         log, _, unrecorded = sums.as_rounded()
-        gross = largest + LARGEST_ENTRY * unrecorded
+        gross = largest * agreeing(sums.patterns) + LARGEST_ENTRY * unrecorded
     expected = drift(
         log,
         np.array([view.at]),
@@ -275,7 +276,7 @@ def _check_fingerprints(view: View, sums: Tally, rebuilt: Tensor | None) -> list
         eps=eps,
         gradient_eps=_gradient_eps(view, name),
         size=size,
-        gross=np.sqrt(sums.squares / max(rows, 1)) + np.abs(sums.projections) + unrecorded,
+        gross=sums.gross / sqrt(max(rows, 1)) * agreeing(sums.patterns) + unrecorded,
         anchored=True,
         buffers=buffer_sizes(
             log,

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.learning_rules import ParameterLog, transitions
-from dualform.memory.following import CREEP, ROOM, rms
+from dualform.memory.following import AGREEING, CREEP, ROOM, rms
 
 Reals = NDArray[np.float64]
 
@@ -199,6 +199,15 @@ def _stored_drift(
         found[i] = (w, m) if anchored else (sqrt(max(w, 0.0)), sqrt(max(m, 0.0)))
         start = stop
     return found
+
+
+def agreeing(patterns: Reals) -> Reals:
+    """How much more than eps times its gross size a step's gradient may be off by: [steps].
+
+    Every partial sum is rounded: that tells in a large batch whose patterns agree (`AGREEING`).
+    """
+    more: Reals = 1 + np.sqrt(patterns) / AGREEING
+    return more
 
 
 def entries_size(probe: Tensor, *weights: Tensor | None) -> float:

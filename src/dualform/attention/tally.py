@@ -49,6 +49,7 @@ class Tally:
         self.stops = np.array([f.step for f in known], dtype=np.int64)
         self.stretches = stretches(self.log, self.stops)
         self.slots = _slots(self.stretches, view.at)
+        self.patterns = np.zeros(view.at)  # how many there are in each step
         self.projections = np.zeros(view.at)  # Σ (u·δ)(x·v) of each step
         self.gross = np.zeros(view.at)  # Σ ‖δ‖‖x‖|v|: what the rounding of that sum scales with
         self.squares = np.zeros(view.at)  # Σ (‖δ‖‖x‖|v|)²: the same where the parts are of any sign
@@ -91,6 +92,7 @@ class Tally:
     ) -> None:
         low, high = int(steps.min()), int(steps.max()) + 1  # a block knows a few steps of many
         for sums, numbers in (
+            (self.patterns, None),
             (self.projections, projected.numpy()),
             (self.gross, lengths),
             (self.squares, lengths**2),

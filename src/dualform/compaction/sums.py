@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.attention import engine
-from dualform.attention.rounding import Stretch, stretches
+from dualform.attention.rounding import Stretch, agreeing, stretches
 from dualform.attention.view import View
 from dualform.memory.copying import SourceMemory
 from dualform.memory.layer import LayerMemory
@@ -42,10 +42,7 @@ class LearnedSums:
         self._stretches: dict[str, list[Stretch]] = {
             name: stretches(view.log(name), ends) for name in self._parameters
         }
-        self._directions = {
-            name: (memory.probe(name).double(), memory.sketch(name).double())
-            for name in self._parameters
-        }
+        self._probes = {name: memory.probe(name).double() for name in self._parameters}
         self._states: dict[Key, Tensor] = {}
         self._pending: dict[tuple[Key, int], Tensor] = {}
         self._done = 0
@@ -62,7 +59,7 @@ class LearnedSums:
                 layer = self._memory.layer_in(segment, name)
                 own = [p for p in (layer.weight, layer.bias) if p in self._stretches]
                 for parameter in filter(None, own):
-                    sizes[parameter].add(layer, parameter, self._directions[parameter])
+                    sizes[parameter].add(layer, parameter, self._probes[parameter])
                     self._read(index, segment, layer, parameter)
         for key in {key for key, _ in self._pending} | self._states.keys():
             self._move_on(key, index)
@@ -124,10 +121,8 @@ class _Sizes:
         self._first = segment.first_step
         self._sums: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(segment.steps))
 
-    def add(self, layer: LayerMemory, parameter: str, directions: tuple[Tensor, Tensor]) -> None:
+    def add(self, layer: LayerMemory, parameter: str, probe: Tensor) -> None:
         """Take in all patterns of a layer that is one segment long."""
-        probe, sketch = directions
-        sketch = sketch[layer.rows_of(parameter)]
         typical = float(probe.norm()) / sqrt(max(1, len(probe)))
         is_weight = parameter == layer.weight
         steps = layer.patterns["step"] - self._first
@@ -137,16 +132,12 @@ class _Sizes:
             if not signals.numel() or not keys.numel():
                 continue
             if is_weight and layer.kind == "embedding":  # a one at the token's place
-                along = sketch[keys[:, 0].long()]
                 keys = torch.ones(len(signals), 1, dtype=torch.float64)
-                projected = along * (signals @ probe)
-            elif is_weight and layer.kind == "transposed":
-                projected = (keys @ sketch) * (signals @ probe)
-            else:
-                projected = (signals @ sketch) * (keys @ probe)
+            lengths = signals.norm(dim=1) * keys.norm(dim=1) * typical
             for name, numbers in (
-                ("projection", projected),
-                ("squares", (signals.norm(dim=1) * keys.norm(dim=1) * typical).square()),
+                ("patterns", torch.ones_like(lengths)),
+                ("gross", lengths),
+                ("squares", lengths.square()),
                 ("largest", signals.abs().amax(1) * keys.abs().amax(1)),
             ):
                 sums = self._sums[name]
@@ -154,8 +145,10 @@ class _Sizes:
 
     def measured(self, height: int) -> NDArray[np.float64]:
         """[3, S]; `height` is how many entries a projection of the parameter has."""
+        more = agreeing(self._sums["patterns"])
+        gross = self._sums["gross"] / sqrt(max(height, 1)) * more
         spread = np.sqrt(self._sums["squares"] / max(height, 1))
-        return np.stack([spread + np.abs(self._sums["projection"]), spread, self._sums["largest"]])
+        return np.stack([gross, spread, self._sums["largest"] * more])
 
 
 def _factors(stretch: Stretch, steps: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -27,6 +27,10 @@ from dualform.memory.layer import LayerMemory
 from dualform.memory.memory import Memory
 from dualform.memory.replay import Part, Replay, Taken
 
+AGREEING = 16.0
+"""Summing n parts of one sign leaves, rounded one after the other, up to √n / 6 of eps times their
+sum; of any sign, a fifth. So what is left is taken for 1 + √n / this many times as large."""
+
 CREEP = 1024.0
 """Below how many units in the last place of the weight an update may repeat its rounding."""
 

@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.memory.following import AGREEING
 from dualform.recording.rows import Rows
 
 SLACK_GRADIENT = 32.0
@@ -45,6 +46,10 @@ SLACK_16_BITS = 4.0
 
 SNAP = 0.5
 """A factor κ this many times eps · Σ‖δ‖‖x‖ from 1, in units of the gradient, is taken for 1."""
+
+SNAP_MANY = 1 / 512
+"""So is one this many times eps from 1 for each pattern: a sum of many of one sign is rounded again
+and again, and the same way."""
 
 SLACK_WEIGHTS = 48.0
 """How many times eps · √steps · scale the two sides of question 2 may differ by: scatter."""
@@ -165,7 +170,7 @@ class ParameterAudit:
     def forget(self, step: int) -> None:
         """The gradient was reset: what accumulates from here on began at `step`."""
         self.first = step
-        self.uses = 0
+        self.uses = self.patterns = 0
         self.expected.fill(0.0)
         self._gross = 0.0
         self._unsized.clear()
@@ -185,6 +190,7 @@ class ParameterAudit:
         if eps > self.gradient_eps:
             self.gradient_eps = eps
         self.uses += 1
+        self.patterns += rows.patterns
         self.has_patterns = True
 
     def look_at(self, gradient: Tensor, step: int | None = None) -> None:
@@ -269,11 +275,13 @@ class ParameterAudit:
 
     @property
     def gross(self) -> float:
-        """Σ ‖δ‖‖x‖ over the patterns seen: what the rounding of their sum scales with."""
+        """Σ ‖δ‖‖x‖ over the patterns seen, more where they are many (`AGREEING`): what the rounding
+        of their sum scales with."""
         while self._unsized:
             rows = self._unsized.pop()
             size = sqrt(rows.patterns) if self.width == 1 else rows.size_of_keys / self._root_width
-            self._gross += rows.size_of_error_signals * size
+            agreeing = 1 + sqrt(rows.patterns) / AGREEING
+            self._gross += rows.size_of_error_signals * size * agreeing
             self._recent, self._age = self._gross, 0
         return self._gross
 
@@ -299,9 +307,12 @@ class ParameterAudit:
         gross = self._recent if self._recent and self._age < RECENT else self.gross
         return _norm(self.expected) / (self.gradient_eps * gross) if gross else 0.0
 
-    def allows(self, measured: float, other: float) -> bool:
-        """Whether a factor other than the one measured explains the gradient as well."""
-        bound = self.gradient_bound * max(abs(measured), abs(other))
+    def allows(self, measured: float, other: float, share: float = 1.0) -> bool:
+        """Whether a factor other than the one measured explains the gradient as well.
+
+        `share`: within which part of the bound.
+        """
+        bound = share * self.gradient_bound * max(abs(measured), abs(other))
         return abs(measured - other) * _norm(self.expected) <= bound
 
     def explain(self) -> float:
@@ -325,7 +336,8 @@ class ParameterAudit:
             raise Unexplained("its gradient is not finite (NaN or infinite)")
         size = _norm(expected)
         kappa = float(expected.dot(projected)) / size**2 if size > 1e-150 else 1.0
-        if abs(kappa - 1.0) * size <= SNAP * self.rounding:
+        off_by = max(SNAP * self.rounding, SNAP_MANY * self.patterns * self.gradient_eps * size)
+        if abs(kappa - 1.0) * size <= off_by:
             kappa = 1.0
         residual = _norm(projected - kappa * expected)
         if residual <= bound * abs(kappa) and (abs(kappa) <= 1.0 or size > UNMEASURABLE * bound):

@@ -21,6 +21,10 @@ from dualform.recording.parameters import Watched, is_reset
 CLEAR = 1e3
 """How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
 
+SHARE_OF_CLEAR = 1 / 4
+"""Of what a gradient may be off by: within that, a parameter that tells κ clearly takes another's
+that tells it better."""
+
 
 @dataclass(eq=False, slots=True)
 class Move:
@@ -92,16 +96,17 @@ def _share_factors(resolved: Sequence[Move]) -> None:
 
     Patterns may cancel to nothing but rounding (a bias before BatchNorm): any factor explains such
     a gradient, but what each of its patterns wrote depends on the right one. Clipping and unscaling
-    act on all parameters of a group alike.
+    act on all parameters of a group alike. One that is told clearly, too, gives way only where the
+    difference is what its own rounding makes: a probe may have met little of a large batch's sum.
     """
     if len({m.kappa for m in resolved}) <= 1:
         return
     clear = [m for m in resolved if m.watched.audit.clarity >= CLEAR]
     for move in resolved:
-        if move in clear:
-            continue
         alike = [m for m in clear if m.group == move.group] or clear
-        if alike:
-            best = max(alike, key=lambda m: m.watched.audit.clarity)
-            if move.watched.audit.allows(move.kappa, best.kappa):
-                move.kappa = best.kappa
+        if not alike:
+            continue
+        best, audit = max(alike, key=lambda m: m.watched.audit.clarity), move.watched.audit
+        share = SHARE_OF_CLEAR if move in clear else 1.0
+        if audit.allows(move.kappa, best.kappa, share):
+            move.kappa = best.kappa
