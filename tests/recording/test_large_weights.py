@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import dualform as df
+from dualform.memory.following import AGREEING
 from dualform.recording.audit import LARGE, PARTS, ParameterAudit
 from dualform.recording.audits import Audits, see_patterns
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
@@ -174,7 +175,8 @@ def test_sizes_taken_late_are_those_of_the_patterns(tmp_path: Path) -> None:
             outputs = model[0](inputs)
             outputs.register_hook(lambda g: seen.append(float(g.norm())))
             model[2](model[1](outputs)).square().sum().backward()
-            expected += seen[-1] * float(inputs.norm()) / WIDTH**0.5
+            many = 1 + len(inputs) ** 0.5 / AGREEING
+            expected += many * seen[-1] * float(inputs.norm()) / WIDTH**0.5
             optimizer.step()  # and no reset: the gradient goes on accumulating
         assert audit.gross == pytest.approx(expected, rel=1e-5)
 

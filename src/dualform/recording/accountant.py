@@ -38,7 +38,7 @@ from dualform.errors import RecordingError
 from dualform.recording import forks
 from dualform.recording.audit import ParameterAudit, Transition, advance_along, as_matrix
 from dualform.recording.one_core import keep_to_one_core
-from dualform.recording.parameters import Watched
+from dualform.recording.parameters import Watched, version_of
 from dualform.recording.predictions import Predictions
 from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, HELD_BYTES, Accumulated
@@ -231,7 +231,7 @@ class Accountant:
         """Loans that are done with are over; what lies in `.grad` now should not be one of them."""
         done = account.taken  # before looking
         number, original, version, _ = account.loans[-1]
-        touched = original is gradient
+        touched = gradient is not None and original.data_ptr() == gradient.data_ptr()
         if touched or original._version != version or len(account.loans) > 1:
             self._check(account, touched=touched)
         elif number <= done:
@@ -247,7 +247,9 @@ class Accountant:
         assert account.first is not None
         (first, version), account.first = account.first, None
         account.habit_known = True
-        account.lends = first._version == version and first is not gradient
+        # a gradient that lies where the first one still does: its memory is used again and again
+        elsewhere = first.data_ptr() != gradient.data_ptr()
+        account.lends = elsewhere and version_of(first) == version
 
     def _check(self, account: Account, *, touched: bool = False) -> None:
         """Look at everything lent; what the accountant is done with is then settled."""
@@ -385,5 +387,6 @@ def _is_its_own(gradient: Tensor, size: int) -> bool:
     return (
         gradient.is_cpu
         and not gradient.requires_grad
+        and not gradient.is_inference()
         and gradient.untyped_storage().nbytes() == size
     )

@@ -6,10 +6,10 @@ audit's sums over them and the bookkeeping are done here, while torch computes t
 Why it is hard: the rows are the training loop's own tensors. They may be written over as soon as
 the backward pass has returned (a batch that is filled anew in the same place), so it does not
 return before everything it gave is done. (One that an exception breaks off cannot wait; what it
-gave is thrown away with its gradients, and if those are used after all the audit looks. What of it
-waits for another job holds on to its tensors until there is one.) And
-whatever the clerk works on belongs to it until `wait`: the training thread waits before it looks at
-patterns, sums or predictions.
+gave is thrown away with its gradients. If those are used after all, it is an error that tensors
+were changed before they were copied. What waits for another job holds on to its tensors until
+there is one.) And whatever the clerk works on belongs to it until `wait`: the training thread waits
+before it looks at patterns, sums or predictions.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ class Commits:
         self._steps.accountant.settle()
         if self._fingerprints.last != self._steps.step:
             self._take_fingerprint()
+        else:  # weights are about to be written down: they may have been changed since
+            self._steps.look_for_edits()
+            self._fingerprints.look_again(self._steps.compare)
         return Extras(
             *self._fingerprints.collect(),
             self._sums(),

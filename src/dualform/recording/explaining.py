@@ -16,7 +16,7 @@ from dualform.recording.accountant import Account, Update
 from dualform.recording.audit import Transition, Unexplained
 from dualform.recording.audits import Audits
 from dualform.recording.findings import Findings
-from dualform.recording.parameters import Watched, is_reset
+from dualform.recording.parameters import Watched, is_reset, version_of
 
 CLEAR = 1e3
 """How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
@@ -70,7 +70,7 @@ class Reading:
         if self.unscale == 1.0 and getattr(self.optimizer, "grad_scale", None) is None:
             for move, gradient, version in self.resolved:
                 adaptive = move.watched.rule is not None
-                if adaptive and gradient._version != version and not is_reset(gradient):
+                if adaptive and version_of(gradient) != version and not is_reset(gradient):
                     yield move.watched
 
 

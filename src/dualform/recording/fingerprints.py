@@ -67,6 +67,11 @@ class Fingerprints:
         self._taken.append(seen)
         self.last = step
 
+    def look_again(self, compare: Callable[[Watched, Array], None]) -> None:
+        """Compare the weights once more: since the last one was taken there was no update."""
+        for watched in self._parameters:
+            compare(watched, watched.audit.project(watched.parameter))
+
     def collect(self) -> tuple[Array, dict[str, Array], dict[str, Array], dict[str, Array]]:
         """Steps [k], and W v, m v and those of states [k, d0], by name; begins anew."""
         taken, self._taken = self._taken, []

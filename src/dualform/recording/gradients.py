@@ -56,7 +56,7 @@ class Gradients:
         if gradient is None or watched.seen != self._step:
             return True
         self._clerk.wait()
-        return not watched.audit.expects_nothing
+        return not watched.expects_nothing
 
     def _take_back(self, watched: Watched) -> int | None:
         """Drop the patterns of this step whose gradient was thrown away: the step was skipped.
@@ -72,7 +72,7 @@ class Gradients:
         if not all(is_reset(p.parameter.grad) for p in parts if p.parameter.requires_grad):
             return None
         for part in parts:
-            part.audit.forget(self._step)
+            part.forget(self._step)
         for layer in layers:
             self._trained.pop(layer, None)
         return sum(self._sink.rewind(layer) for layer in layers)

@@ -80,7 +80,7 @@ class Intake:
         self._pass: Pass | None = None  # that the last patterns came from
         self._latest: Layer | None = None  # whose patterns came
         self._last: set[Layer] = set()  # whose patterns were the last of a backward pass
-        self._changed: dict[int, str] = {}  # backward passes whose tensors were, and what to say
+        self._changed: dict[tuple[int, Layer], str] = {}  # tensors that were amid a pass
 
     def next_step(self) -> None:
         self._passes, self._pass, self._changed = {}, None, {}
@@ -164,7 +164,10 @@ class Intake:
         step = current.step
         tag = self._checked(layer, keys, shape, context, step)
         dropped, anew = self._gradients.notice(layer, current.number, step)
-        self._findings.dropped += dropped
+        if dropped:
+            self._findings.dropped += dropped
+            held = self._sink.patterns_of_step()
+            self._changed = {k: v for k, v in self._changed.items() if k[1] in held}
         trained = []
         for watched in self._parameters.of_layer(layer):
             if watched.parameter.requires_grad:
@@ -239,6 +242,9 @@ class Intake:
         visit, trained, anew = noted
         forget(anew, visit.step)
         kept = self._sink.append(layer, keys, error_signals, visit)
+        for watched in trained:
+            if watched.is_silent and not watched.resolved:
+                watched.is_silent = is_zero(keys) or is_zero(error_signals)
         if audits := {w.name: w.audit for w in trained if w.resolved}:
             rows = Rows(visit.step, *kept, layer)
             weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
@@ -256,7 +262,7 @@ class Intake:
         """The same on the clerk's thread: were the tensors left alone meanwhile?"""
         self._keep(layer, keys, error_signals, noted, later=False)
         if versions != (keys._version, error_signals._version):
-            self._changed[current.number] = (
+            self._changed[current.number, layer] = (
                 f"layer {layer.name!r}: its input or its error signal was changed in place during "
                 f"the backward pass of step {current.step}, while it was being copied (by a hook?)"
                 "; patterns are read until backward() returns: change tensors after it"
@@ -266,17 +272,30 @@ class Intake:
         """A backward pass is about to return.
 
         One that was broken off by an exception never gets here: its tensors are the loop's again
-        at once. If its gradients are used after all, the audit looks at what was copied.
+        at once. If its gradients are used after all, `refuse_changed` has the last word.
         """
         self._clerk.wait()
         if self._latest is not None:
             self._last.add(self._latest)
-        message = self._changed.pop(backward, None)
-        if message is not None:
+        for number, layer in self._changed:
+            if number == backward:
+                raise RecordingError(self._changed.pop((number, layer)))
+
+    def refuse_changed(self) -> None:
+        """Raise if what an optimizer is about to use has patterns that were changed.
+
+        They are those of a pass that was broken off, and whose gradients were not thrown away.
+        """
+        for message in self._changed.values():
             raise RecordingError(message)
 
 
 def forget(anew: list[Watched], step: int) -> None:
     """The gradients of these begin anew: what was seen before is not in them."""
     for watched in anew:
-        watched.audit.forget(step)
+        watched.forget(step)
+
+
+def is_zero(rows: Tensor) -> bool:
+    """Whether there are only zeros; the first row nearly always tells."""
+    return not bool(rows[:1].any()) and not bool(rows.any())

@@ -11,6 +11,7 @@ after (Ctrl-C has one by default); a signal that kills kills at once, as it shou
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -76,4 +77,7 @@ class Interrupts:
         self._held = False
         while self._waiting:
             number, frame = self._waiting.popitem()
-            self._handlers[number](number, frame)
+            if threading.current_thread() is threading.main_thread():
+                self._handlers[number](number, frame)
+            else:  # training runs in another thread; signals are the main one's
+                _thread.interrupt_main(signal.Signals(number))

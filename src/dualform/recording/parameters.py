@@ -44,6 +44,7 @@ class Watched:
     backward: int = -1  # the last backward pass that reached it
     seen: int = -1  # the last step with patterns of it
     passed_by: int = -1  # the last step with patterns of its layers while it was frozen
+    is_silent: bool = True  # whether all patterns in its gradient have key or error signal zero
     spoiled: bool = False  # no longer where the learning rule puts it
     resolved: bool = True  # whether the error signals of all its layers are kept
     by_steps: bool = False  # used in ways that have no patterns
@@ -52,6 +53,16 @@ class Watched:
     def keys_alone(self) -> bool:
         """Whether it is of a layer whose keys are kept without error signals."""
         return bool(self.layers) and not self.resolved and not self.by_steps
+
+    def forget(self, step: int) -> None:
+        """Its gradient begins anew."""
+        self.audit.forget(step)
+        self.is_silent = True
+
+    @property
+    def expects_nothing(self) -> bool:
+        """Whether its patterns so far write nothing: where keys alone are kept, each by itself."""
+        return self.audit.expects_nothing if self.resolved else self.is_silent
 
     def join(self, rule: AdaptiveRule) -> None:
         """It was given to an adaptive optimizer after recording began; before, nothing moved it."""
@@ -109,6 +120,11 @@ class Parameters:
                 raise RecordingError(
                     f"parameter {name!r} has no shape yet (a lazy module); feed the model a batch "
                     "before recording"
+                )
+            if not parameter.numel():
+                raise RecordingError(
+                    f"parameter {name!r} has shape {list(parameter.shape)}, so nothing in it could "
+                    "be learned; leave it out of the model given to record"
                 )
             if not parameter.is_floating_point():
                 raise RecordingError(
@@ -241,6 +257,11 @@ def _remembered(optimizer: Optimizer, parameter: nn.Parameter) -> State:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, where that is counted."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_reset(gradient: Tensor | None) -> bool:

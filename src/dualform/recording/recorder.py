@@ -389,6 +389,8 @@ class Recorder:
                 if self._steps.has_moved(optimizer):  # twice without a backward pass in between
                     self._clerk.wait()
                     self._close_step()
+                self._clerk.wait()
+                self._intake.refuse_changed()
                 self._steps.read(optimizer)
         except BaseException:
             self._interrupts.release()

@@ -245,8 +245,16 @@ class DiskSink(Sink):
         )
 
     def commit(self) -> None:
-        """Hand the collected steps to the writer; waits if all buffers are still being written."""
+        """Hand the collected steps to the writer; waits if all buffers are still being written.
+
+        A forked process has no writer: what is trained there is not the run that is recorded.
+        """
         current = self._ring[-1]
+        if forks.count != self._forks:
+            current.rewind_all()
+            current.clear()
+            self._step_start, self._last_commit = 0, time.monotonic()
+            return
         if not self._complete(current):
             return
         following = self._take_free()
@@ -264,6 +272,11 @@ class DiskSink(Sink):
 
     def wait(self) -> None:
         """Wait until everything handed over is on disk."""
+        if forks.count != self._forks:
+            raise RecordingError(
+                "flush() was called in a process forked from the one that records; what is trained "
+                "here is not recorded: only the process that began the recording writes to it"
+            )
         while len(self._ring) > 1:
             self._raise_failure()
             time.sleep(0.002)

@@ -35,7 +35,7 @@ from dualform.recording.explaining import Move, Reading, explain
 from dualform.recording.findings import Findings
 from dualform.recording.learned import Learned
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
-from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of
+from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of, version_of
 from dualform.recording.routine import Routine, is_fresh
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
@@ -189,7 +189,7 @@ class Steps:
                 watched.audit.look_at(gradient)
         elif move.gradient is not None:
             changing = reading.unscale != 1.0  # by an optimizer that unscales by itself
-            move.original = gradient, gradient._version
+            move.original = gradient, version_of(gradient)
             move.gradient = self.accountant.read(move.account, gradient, changing=changing)
 
     def _read_resolved(self, reading: Reading, move: Move, gradient: Tensor) -> None:
@@ -207,7 +207,7 @@ class Steps:
         if move.unrecorded:
             move.first, move.kappa, move.gradient = self.step, 0.0, gradient
         else:
-            reading.resolved.append((move, gradient, gradient._version))
+            reading.resolved.append((move, gradient, version_of(gradient)))
             if move.first < self.step and move.first <= watched.passed_by:
                 self._findings.unexplained_gradient(
                     self.step,
@@ -398,8 +398,9 @@ class Steps:
         """A gradient was lost to the accounts: go on from weights and buffer as they are."""
         self._findings.remark(
             f"step {self.step}, parameter {watched.name!r}: a gradient was changed in place after "
-            "the update, unlike the ones before; what was learned up to here is taken from the "
-            "weights"
+            "the update, unlike the ones before, or used twice; what was learned up to here is "
+            "taken from the weights, and whether anything else has changed them since they were "
+            "last compared is not known"
         )
         audit, weights = watched.audit, watched.parameter.detach()
         audit.start_from(audit.project(weights), largest_row(as_matrix(weights)))
