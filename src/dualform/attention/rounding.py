@@ -49,6 +49,9 @@ Reals = NDArray[np.float64]
 
 DOUBLE = float(np.finfo(np.float64).eps)
 
+EQUAL = 128.0
+"""Equal parts leave their number over this many more of eps times their sum."""
+
 CREEP_OF_AN_ENTRY = 16 * CREEP
 """The same where `gross` is the most an entry may get: most entries get far less."""
 
@@ -205,8 +208,10 @@ def agreeing(patterns: Reals) -> Reals:
     """How much more than eps times its gross size a step's gradient may be off by: [steps].
 
     Every partial sum is rounded: that tells in a large batch whose patterns agree (`AGREEING`).
+    Equal ones (the output's bias under a mean) are even rounded the same way each time, until torch
+    begins another partial sum.
     """
-    more: Reals = 1 + np.sqrt(patterns) / AGREEING
+    more: Reals = 1 + np.sqrt(patterns) / AGREEING + np.minimum(patterns, 1024) / EQUAL
     return more
 
 
