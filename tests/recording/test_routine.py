@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import dualform as df
-from dualform.recording.accountant import Update
+from dualform.recording.accountant import Routinely
 from dualform.recording.routine import Routine
 
 STEPS = 24
@@ -92,7 +92,7 @@ def test_the_memory_is_the_one_of_steps_read_in_full(
     routinely = []
     read = Routine.read
 
-    def counted(routine: Routine, *args: Any) -> list[Update] | None:
+    def counted(routine: Routine, *args: Any) -> Routinely | None:
         found = read(routine, *args)
         routinely.append(found is not None)
         return found

@@ -4,15 +4,12 @@ Of a parameter whose gradients are only summed up, the training thread hands ove
 the learning rule's scalars, and goes on. The accountant projects it (for the log, and for the
 prediction of where the weights are), holds a copy, and folds what it holds into the sums.
 
-Why it is hard: the gradient handed over is the training loop's own tensor. Copying it would cost
-the training thread more than everything else it does for the recording. But a loop may write over
-it at any time: `zero_grad(set_to_none=False)`, `p.grad.zero_()`, another backward pass. So the
-loop's habit is learned first. Its first gradient is copied; if, at the next step, it lies untouched
-and is no longer `p.grad`, the loop throws gradients away, and the next ones are lent, not copied.
-Every one of them is looked at again on the training thread, after the accountant is done with it:
-torch counts a tensor's in-place changes. Should a lent one have been touched, what was read of it
-cannot be trusted. The sum is then taken from the weights themselves, as they are now, a remark says
-so, and that parameter's gradients are copied from there on.
+Why it is hard: the gradient handed over is the training loop's own tensor, and it is lent, not
+copied (`lending.py`), where the loop's habit allows. That is learned first. A parameter's first
+gradient is copied; if, at the next step, it lies untouched and is no longer `p.grad`, the loop
+throws gradients away, and the next ones are lent. Should a lent one have been touched, what was
+read of it cannot be trusted. The sum is then taken from the weights themselves, as they are now, a
+remark says so, and that parameter's gradients are copied from there on.
 
 Memory: besides the sums (16 bytes per entry of a parameter), the gradients of `WAITING` + 2 parcels
 (one step each, unless `PARCEL_BYTES` hold more), and those held to be folded: of `HELD` steps, or
@@ -25,8 +22,7 @@ import _thread
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +33,7 @@ from torch import Tensor
 from dualform.errors import RecordingError
 from dualform.recording import forks
 from dualform.recording.audit import ParameterAudit, Transition, advance_along, as_matrix
+from dualform.recording.lending import Account, Loans, Lot, can_be_lent, natures
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched, version_of
 from dualform.recording.predictions import Predictions
@@ -57,34 +54,6 @@ MOVING = 16
 """How many sets of parameters that move at once are remembered: of several optimizers, say."""
 
 
-class Loan(NamedTuple):
-    """A gradient lent to the accountant: as the training loop has it, and what to read."""
-
-    number: int
-    original: Tensor
-    version: int
-    record: StepRecord
-
-
-@dataclass(eq=False, slots=True)
-class Account:
-    """One parameter as the accountant follows it."""
-
-    watched: Watched
-    sum: Accumulated | None
-    """None where what was learned can be read off the weights: only these are predicted then."""
-    lends: bool = False
-    """Whether gradients are lent rather than copied."""
-    first: tuple[Tensor, int] | None = None
-    """The gradient, and its version, from which the loop's habit will be learned."""
-    habit_known: bool = False
-    loans: list[Loan] = field(default_factory=list)
-    bytes: int = 0
-    """What a gradient takes."""
-    taken: int = 0
-    """The last step whose gradient is taken in: nothing before it is read any more."""
-
-
 class Update(NamedTuple):
     """What an optimizer did with one parameter.
 
@@ -99,13 +68,28 @@ class Update(NamedTuple):
     projected: NDArray[np.float64] | None
 
 
+class Routinely(NamedTuple):
+    """What an optimizer did with all that it trains, where all of it is lent."""
+
+    lot: Lot
+    transitions: Sequence[Transition]
+
+
 class Handed(NamedTuple):
     """What an optimizer did in one step."""
 
     number: int
-    updates: list[Update]
+    did: list[Update] | Routinely
     record: StepRecord
     unscale: float
+
+    @property
+    def updates(self) -> list[Update]:
+        if isinstance(self.did, list):
+            return self.did
+        lot, transitions = self.did
+        each = zip(lot.accounts, transitions, lot.gradients, strict=True)
+        return [Update(*one, None, None) for one in each]
 
 
 class Pause(NamedTuple):
@@ -136,7 +120,9 @@ class Accountant:
         """Whether there is a parcel that the accountant was not told of."""
         self.is_urgent = False
         """Whether that is a large one."""
+        self._loans = Loans()
         self._number = 0  # of the last step handed over
+        self._taken = 0  # ... whose gradients are taken in: none before it are read any more
         self._parcel_steps = self._parcel_bytes = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -155,48 +141,72 @@ class Accountant:
     def read(self, account: Account, gradient: Tensor, *, changing: bool) -> Tensor:
         """Before the optimizer moves: the gradient to be handed over after it has.
 
-        `changing`: the optimizer itself is about to change it.
+        What is lent already was looked at (`look_again`). `changing`: the optimizer itself is about
+        to change it.
         """
         if account.first is not None:
             self._learn_habit(account, gradient)
-        if account.loans:
-            self._let_go(account, gradient)
-        if account.lends and not changing and _is_its_own(gradient, account.bytes):
+        lends = account.lends and not changing
+        if lends and can_be_lent([gradient], natures([account]), [account.bytes]):
             return gradient
         return gradient.detach().to("cpu", copy=True)
 
-    def borrows(self, account: Account, gradient: Tensor) -> bool:
-        """Before the optimizer moves: whether this gradient is lent, as the ones before it were.
+    def borrows(self, lot: Lot) -> bool:
+        """Before the optimizer moves: whether all of these are lent, as the ones before them were.
 
-        If not, nothing has happened; `read` will see to it.
+        If not, `read` will see to each of them.
         """
-        if gradient.is_sparse or gradient.dtype is not account.watched.dtype:
-            return False
-        if account.loans:
-            self._let_go(account, gradient)
-        return account.lends and _is_its_own(gradient, account.bytes)
+        if self._loans:
+            self.look_again(lot.places)
+        return lot.is_lendable
 
     def hand_over(self, updates: list[Update], record: StepRecord, unscale: float) -> None:
         """What an optimizer did, in the step that has this record."""
-        if not updates or forks.count != self._forks:
+        if not updates:
             return
-        self._raise_failure()
-        if self._thread is None:
-            self._start()
-        self._number = number = self._number + 1
+        size, accounts, gradients, versions = 0, [], [], []
         for account, _, gradient, read, _ in updates:
             if read is None:
                 continue
-            self._parcel_bytes += account.bytes
+            size += account.bytes
             original, version = read
             if gradient is original:
-                account.loans.append(Loan(number, original, version, record))
+                accounts.append(account)
+                gradients.append(original)
+                versions.append(version)
             elif not account.habit_known and original.is_cpu:
                 account.first = read
-        self._handed.append(Handed(number, updates, record, unscale))
+        places = {gradient.data_ptr() for gradient in gradients}
+        lot = Lot(accounts, gradients, versions, places) if accounts else None
+        self._put(updates, lot, size, record, unscale)
+
+    def hand_over_routinely(self, did: Routinely, size: int, record: StepRecord) -> None:
+        """The same where all of it is lent; `size`: bytes."""
+        self._put(did, did.lot, size, record, 1.0)
+
+    def _put(
+        self,
+        did: list[Update] | Routinely,
+        lot: Lot | None,
+        size: int,
+        record: StepRecord,
+        unscale: float,
+    ) -> None:
+        if forks.count != self._forks:
+            return
+        if self._failure is not None:
+            self._raise_failure()
+        if self._thread is None:
+            self._start()
+        self._number = number = self._number + 1
+        if lot is not None:
+            self._loans.add(number, lot, record)
+        self._handed.append(Handed(number, did, record, unscale))
+        self._parcel_bytes += size
         self._parcel_steps += 1
         if self._parcel_steps >= HELD or self._parcel_bytes >= PARCEL_BYTES:
-            self.wake()
+            if self.is_due:
+                self.wake()
             self.is_due, self.is_urgent = True, self._parcel_bytes > PATIENT_BYTES
             self._parcel_steps = self._parcel_bytes = 0
 
@@ -214,33 +224,32 @@ class Accountant:
             self._told += 1
             self._jobs.put("look")
 
-    def make_room(self) -> None:
+    @property
+    def lends(self) -> bool:
+        """Whether anything is lent now."""
+        return bool(self._loans)
+
+    def make_room(self, places: Collection[int]) -> None:
         """Before a backward pass: gradients lent that are done with are let go of.
 
-        One that is still `.grad` is about to be added to, or has been emptied in its place. Either
-        is seen before the next update at the latest; as long as the accountant was not even told of
-        the last ones, that is soon enough.
+        One that is still `.grad` (they lie at these places) is about to be added to, or has been
+        emptied in its place. Either is seen before the next update at the latest; as long as the
+        accountant was not even told of the last ones, that is soon enough.
         """
-        if self.is_due:
-            return
-        for account in self.accounts.values():
-            if account.loans:
-                self._let_go(account, account.watched.parameter.grad)
+        if self._loans and not self.is_due:
+            self.look_again(places)
 
-    def _let_go(self, account: Account, gradient: Tensor | None) -> None:
-        """Loans that are done with are over; what lies in `.grad` now should not be one of them."""
-        done = account.taken  # before looking
-        number, original, version, _ = account.loans[-1]
-        touched = gradient is not None and original.data_ptr() == gradient.data_ptr()
-        if touched or original._version != version or len(account.loans) > 1:
-            self._check(account, touched=touched)
-        elif number <= done:
-            account.loans = []
+    def look_again(self, places: Collection[int] = ()) -> None:
+        """Is everything lent as it was, and none of it where gradients lie now?
 
-    def _check_all(self) -> None:
-        for account in self.accounts.values():
-            if account.loans:
-                self._check(account)
+        What the accountant is done with is over then.
+        """
+        done = self._taken  # before looking: whatever is untouched now was so when it was read
+        if self._loans.are_untouched(places):
+            self._loans.end(done)
+        else:
+            for account in self._loans.touched(places):
+                self._start_again(account)
 
     def _learn_habit(self, account: Account, gradient: Tensor) -> None:
         """The next gradient is there: was the first one left alone, and thrown away?"""
@@ -251,37 +260,26 @@ class Accountant:
         elsewhere = first.data_ptr() != gradient.data_ptr()
         account.lends = elsewhere and version_of(first) == version
 
-    def _check(self, account: Account, *, touched: bool = False) -> None:
-        """Look at everything lent; what the accountant is done with is then settled."""
-        done = account.taken  # before looking: whatever is untouched now was so when it was read
-        for _, original, version, _ in account.loans:
-            touched = touched or original._version != version
-        if touched:
-            self._start_again(account)
-        elif account.loans[-1].number <= done:
-            account.loans = []
-        elif account.loans[0].number <= done:
-            account.loans = [loan for loan in account.loans if loan.number > done]
-
     def _start_again(self, account: Account) -> None:
         """A gradient was touched while it was lent: go on from the weights themselves."""
         self._wait(fold=True)
         watched = account.watched
-        for loan in account.loans:
-            loan.record.projection[watched.index] = np.nan
-        account.loans, account.lends = [], False
+        for record in self._loans.records(account):
+            record.projection[watched.index] = np.nan
+        account.lends = False
+        self._loans.forget(account)
         learned = self._restart(watched)
         account.sum = None if account.sum is None else learned
 
     def catch_up(self) -> None:
         """Every prediction is up to date."""
         self._wait(fold=False)
-        self._check_all()
+        self.look_again()
 
     def settle(self) -> None:
         """Every prediction and every sum is up to date, and can be trusted."""
         self._wait(fold=True)
-        self._check_all()
+        self.look_again()
 
     def _wait(self, *, fold: bool) -> None:
         if self._thread is not None and forks.count == self._forks:
@@ -331,8 +329,9 @@ class Accountant:
                     self._seen += 1
 
     def _follow(self, handed: Handed) -> None:
-        number, updates, record, unscale = handed
-        if not self._follow_at_once(handed):
+        number, _, record, unscale = handed
+        updates = handed.updates
+        if not self._follow_at_once(updates, record, unscale):
             for account, transition, gradient, _, projected in updates:
                 audit = account.watched.audit
                 if projected is None:
@@ -346,16 +345,17 @@ class Accountant:
         for account, transition, gradient, _, _ in updates:
             if account.sum is not None:
                 account.sum.hold(transition, gradient)
-            account.taken = number
+        self._taken = number
         sums = self._sums()
         full = sum(one.held_bytes for one in sums) >= HELD_BYTES
         for one in sums:
             if full or one.held >= HELD:
                 one.fold()
 
-    def _follow_at_once(self, handed: Handed) -> bool:
+    def _follow_at_once(
+        self, updates: Sequence[Update], record: StepRecord, unscale: float
+    ) -> bool:
         """The usual case: all by the same step, and gradients as they come. False if it is not."""
-        _, updates, record, unscale = handed
         transition = updates[0].transition
         if any(u.gradient is None or u.transition != transition for u in updates):
             return False
@@ -377,16 +377,3 @@ class Accountant:
 
     def _sums(self) -> list[Accumulated]:
         return [a.sum for a in self.accounts.values() if a.sum is not None]
-
-
-def _is_its_own(gradient: Tensor, size: int) -> bool:
-    """Whether nobody writes to the gradient's memory but by way of the gradient itself.
-
-    Not so for a part of a larger buffer, as distributed training keeps them. `size`: in bytes.
-    """
-    return (
-        gradient.is_cpu
-        and not gradient.requires_grad
-        and not gradient.is_inference()
-        and gradient.untyped_storage().nbytes() == size
-    )

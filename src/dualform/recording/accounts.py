@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dualform.recording.accountant import Account, Accountant
+from dualform.recording.accountant import Accountant
 from dualform.recording.audits import Audits
 from dualform.recording.learned import Learned
+from dualform.recording.lending import Account
 from dualform.recording.parameters import Watched
 from dualform.recording.sums import Accumulated
 

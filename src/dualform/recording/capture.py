@@ -19,6 +19,9 @@ once the capture is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,8 +39,31 @@ is_any_autocast_on: Callable[[], bool]
 is_any_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Four times as quick as asking about one device, and hardly ever is there any."""
 
+is_graph_kept: Callable[[], bool]
+is_graph_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""Whether the backward pass now running leaves its graph to be gone through once more."""
+
 OnCall = Callable[[Any, Any, Any], None]
 """Called with a module's positional and keyword arguments, and what it returned."""
+
+
+_nature = attrgetter("requires_grad", "dtype", "device")
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """Where a recorded layer is called: its module, and its parameters as they were at last."""
+
+    layer: Layer
+    module: nn.Module
+    padding: int | None
+    is_given: bool
+    """Whether no key of it was ever computed by training."""
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    nature: tuple[Any, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    """The graph's nodes that add to the `.grad` of those that are trained."""
 
 
 class Capture:
@@ -53,8 +79,10 @@ class Capture:
         context: Callable[[Layer], Any],
         on_patterns: OnPatterns,
     ) -> None:
-        self._layers = {
-            id(module): (layer, module, getattr(module, "padding_idx", None))
+        self._sites = {
+            id(module): Site(
+                layer, module, getattr(module, "padding_idx", None), layer.kind == "linear"
+            )
             for layer, module in layers.items()
             if is_recordable(module)  # else it is a weight that other code uses
         }
@@ -62,12 +90,12 @@ class Capture:
         self.on_patterns = on_patterns
         self._active = True
         self._forgotten: set[Layer] = set()
-        self._given = {layer for layer, *_ in self._layers.values() if layer.kind == "linear"}
+        self._given = {site.layer for site in self._sites.values() if site.is_given}
         self.others: dict[int, OnCall] = {}
         """Other modules to look at, by identity, and who does."""
         self.mark: Callable[[Node], None] | None = None
         """If asked for: told the graph's node of every output seen."""
-        self._nodes: dict[int, tuple[torch.dtype, torch.device | None, Node]] = {}
+        self._nodes: dict[int, tuple[torch.dtype, torch.device, Node]] = {}
         for module in layers:
             for parameter in layers[module].parameters():
                 if parameter.requires_grad:  # now: inside torch.func transforms it cannot be asked
@@ -76,7 +104,7 @@ class Capture:
 
     def forget(self, layer: Layer) -> None:
         """Stop looking at a layer."""
-        self._layers = {k: v for k, v in self._layers.items() if v[0] != layer}
+        self._sites = {k: site for k, site in self._sites.items() if site.layer != layer}
         self._forgotten.add(layer)
 
     def wants(self, layer: Layer) -> bool:
@@ -94,15 +122,10 @@ class Capture:
     def node(self, parameter: Tensor) -> Node:
         """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
         known = self._nodes.get(id(parameter))
-        if known is not None:
-            dtype, device, node = known
-            here = parameter.is_cpu if device is None else parameter.device == device
-            if here and parameter.dtype is dtype:
-                return node
-        node = get_gradient_edge(parameter).node
-        device = None if parameter.is_cpu else parameter.device
-        self._nodes[id(parameter)] = parameter.dtype, device, node
-        return node
+        if known is None or known[:2] != (parameter.dtype, parameter.device):
+            node = get_gradient_edge(parameter).node
+            known = self._nodes[id(parameter)] = parameter.dtype, parameter.device, node
+        return known[2]
 
     def remove(self) -> None:
         """Take the hook away; outputs that are still alive fall silent."""
@@ -113,8 +136,8 @@ class Capture:
         getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(self._handle.id, None)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        entry = self._layers.get(id(module))
-        if entry is None:
+        site = self._sites.get(id(module))
+        if site is None:
             other = self.others.get(id(module))
             if other is not None:
                 other(args, kwargs, output)
@@ -122,45 +145,59 @@ class Capture:
         made_by = output.grad_fn if isinstance(output, Tensor) else None
         if made_by is None:
             return
-        layer, _, padding = entry
         parameters = module._parameters
         weight, bias = parameters["weight"], parameters.get("bias")
         if weight is None:
             return
-        nodes = [self.node(p) for p in (weight, bias) if p is not None and p.requires_grad]
-        if not nodes:
+        nature = _nature(weight) if bias is None else _nature(weight) + _nature(bias)
+        if weight is not site.weight or bias is not site.bias or nature != site.nature:
+            trained = (p for p in (weight, bias) if p is not None and p.requires_grad)
+            site.nodes = tuple(map(self.node, trained))
+            site.weight, site.bias, site.nature = weight, bias, nature
+        if not site.nodes:
             return
         given = args[0] if args else kwargs["input"]
-        if given.requires_grad and self._given:
-            self._given.discard(layer)
-        key, kind = given.detach(), layer.kind
-        if kind == "linear":
+        if site.is_given and given.requires_grad:
+            site.is_given = False
+            self._given.discard(site.layer)
+        key = given.detach()
+        if site.layer.kind == "linear":
             if not weight.requires_grad:  # then autograd does not guard it from in-place edits
                 key = key.clone()
             if is_any_autocast_on() and torch.is_autocast_enabled(key.device.type):
                 key = key.to(output.dtype)  # the kernel multiplied a rounded input
         if self.mark is not None:
             self.mark(made_by)
-        context = self.context(layer)
+        context = self.context(site.layer)
+        made_by.register_prehook(partial(self._backward, site, site.nodes, [key], context))
 
-        def backward(error_signals: tuple[Tensor | None, ...]) -> None:
-            shape: tuple[int, ...]
-            error_signal = error_signals[0]
-            if error_signal is None or (self._forgotten and layer in self._forgotten):
-                return
-            if self._active and any(map(will_accumulate, nodes)):
-                if padding is not None:
-                    error_signal = without_padding(error_signal, key, padding)
-                size = key.shape
-                if kind == "linear" and len(size) == 2 and not error_signal.requires_grad:
-                    patterns, shape = (key, error_signal), (size[0],)  # the usual case
-                else:
-                    patterns = as_patterns(kind, key), flattened(error_signal)
-                    shape = leading_shape(kind, key)
-                task = torch._C._current_graph_task_id()
-                self.on_patterns(layer, *patterns, shape, context, task)
-
-        made_by.register_prehook(backward)
+    def _backward(
+        self,
+        site: Site,
+        nodes: tuple[Node, ...],
+        keys: list[Tensor],
+        context: Any,
+        error_signals: tuple[Tensor | None, ...],
+    ) -> None:
+        """The node that made a layer's output is about to be gone through, backward."""
+        layer, error_signal = site.layer, error_signals[0]
+        if error_signal is None or (self._forgotten and layer in self._forgotten) or not keys:
+            return
+        if not self._active or not any(map(will_accumulate, nodes)):
+            return
+        key, kind = keys[0], layer.kind
+        if not is_graph_kept():  # the loop may hold on to its loss, and so to this hook
+            keys.clear()
+        shape: tuple[int, ...]
+        if site.padding is not None:
+            error_signal = without_padding(error_signal, key, site.padding)
+        size = key.shape
+        if kind == "linear" and len(size) == 2 and not error_signal.requires_grad:
+            patterns, shape = (key, error_signal), (size[0],)  # the usual case
+        else:
+            patterns = as_patterns(kind, key), flattened(error_signal)
+            shape = leading_shape(kind, key)
+        self.on_patterns(layer, *patterns, shape, context, torch._C._current_graph_task_id())
 
 
 def will_accumulate(node: Node) -> bool:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.recording.accountant import Account, Update
+from dualform.recording.accountant import Routinely
 from dualform.recording.audit import Transition, Unexplained
 from dualform.recording.audits import Audits
 from dualform.recording.findings import Findings
+from dualform.recording.lending import Account
 from dualform.recording.parameters import Watched, is_reset, version_of
 
 CLEAR = 1e3
@@ -57,7 +58,7 @@ class Reading:
     moves: list[Move] = field(default_factory=list)
     resolved: list[tuple[Move, Tensor, int]] = field(default_factory=list)
     """The moves by gradients that have patterns, and how often each was changed in place."""
-    updates: list[Update] = field(default_factory=list)
+    routinely: Routinely | None = None
     """Instead of moves: what accounts are to count, where the step is like the last (`Routine`)."""
 
     @property

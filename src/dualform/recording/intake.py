@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,12 +24,15 @@ from dualform.layers import Layer
 from dualform.recording.clerk import Clerk
 from dualform.recording.findings import Findings
 from dualform.recording.gradients import Gradients
+from dualform.recording.lending import places_of
 from dualform.recording.opaque import refuse_reentrant
 from dualform.recording.parameters import Parameters, Watched
 from dualform.recording.rows import Rows
 from dualform.recording.sink import Sink
 from dualform.recording.steps import Steps
 from dualform.recording.tags import Context, Tag, Visit, refuse_untagged
+
+gradient_in, is_trained = attrgetter("grad"), attrgetter("requires_grad")
 
 TOGETHER = 3
 """How many jobs wake the clerk at once: each time it may get in the way of the next hook."""
@@ -119,13 +124,15 @@ class Intake:
         """The backward pass that patterns come from now: another than the last ones did."""
         found = self._passes.get(backward)
         if found is None:
-            self._steps.accountant.make_room()
+            is_clear = all(map(is_, map(gradient_in, self._all), repeat(None)))
+            self._steps.accountant.make_room(() if is_clear else places_of(self._all))
             number, is_first = len(self._passes), not self._passes
             self._clerk.wait(even_for_later=not is_first)
             is_simple = (
                 is_first
+                and is_clear
                 and self._steps.is_recorded
-                and all(p.grad is None and p.requires_grad for p in self._all)
+                and all(map(is_trained, self._all))
             )
             found = Pass(backward, self._steps.step, number, is_simple)
             self._passes[backward] = found

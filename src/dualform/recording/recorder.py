@@ -417,7 +417,8 @@ class Recorder:
         if audits.are_behind:
             self._clerk.wait()
             audits.catch_up()
-        for layer in self._sink.patterns_of_step():
+        whole = self._every == 1 and self._steps.all_moved
+        for layer in [] if whole else self._sink.patterns_of_step():
             parts = self._parameters.of_layer(layer)
             if not any(map(self._steps.moved, parts)):
                 self._clerk.wait()

@@ -40,7 +40,7 @@ from dualform.memory.writing import MemoryWriter
 from dualform.recording import forks
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.regions import NarrowCopies
-from dualform.recording.ring import BufferSet, Fold
+from dualform.recording.ring import BufferSet, Events, Fold
 from dualform.recording.ring import Extras as Extras
 from dualform.recording.ring import StepRecord as StepRecord
 from dualform.recording.storage import Storage
@@ -129,7 +129,6 @@ class DiskSink(Sink):
         self._free: queue.SimpleQueue[BufferSet] = queue.SimpleQueue()
         for _ in range(SETS - 1):
             self._free.put(BufferSet())
-        self._first_step = first_step
         self._ring = deque([BufferSet(first_step)])
         self._handed_over = threading.Semaphore(0)
         self._ending = False
@@ -199,27 +198,22 @@ class DiskSink(Sink):
         """The step is complete: from here on its patterns are part of the memory."""
         self._raise_failure()
         current = self._ring[-1]
-        step = current.end
         added = STEP_BYTES + PARAMETER_BYTES * len(record.applied)
         for store, values in (
             (current.gradients, gradients),
             (current.buffers, buffers),
             (current.states, states),
         ):
-            for name, value in values.items():
-                steps, kept = store.setdefault(name, ([], []))
-                steps.append(step)
-                kept.append(value)
-                added += value.numel() * value.element_size()
+            if values:
+                added += keep(store, values, current.end)
         current.add_bytes(added)
         current.marks = {}
         current.records.append(record)
         self._keep_within_bounds(current)
         self._collected += current.bytes - self._step_start
         self._step_start = current.bytes
-        if (
-            current.end == self._first_step + 1
-        ):  # now it is known about how many steps will fill a segment
+        if self._collected == self._step_start and len(current.records) == 1:
+            # the first one: now it is known about how many steps will fill a segment
             repeats = self._segment_bytes // current.bytes + 1
             for region in (*current.keys.values(), *current.error_signals.values()):
                 region.reserve(region.rows * repeats)
@@ -391,6 +385,17 @@ class DiskSink(Sink):
             except KeyboardInterrupt as error:
                 interrupt = error
         return interrupt
+
+
+def keep(store: Events, values: dict[str, Tensor], step: int) -> int:
+    """Put values of a step to those of the steps before it; how many bytes they take."""
+    added = 0
+    for name, value in values.items():
+        steps, kept = store.setdefault(name, ([], []))
+        steps.append(step)
+        kept.append(value)
+        added += value.numel() * value.element_size()
+    return added
 
 
 def _joined(first: dict[str, list[str]], then: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -34,6 +34,7 @@ from dualform.recording.clerk import Clerk
 from dualform.recording.explaining import Move, Reading, explain
 from dualform.recording.findings import Findings
 from dualform.recording.learned import Learned
+from dualform.recording.lending import places_of
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of, version_of
 from dualform.recording.routine import Routine, is_fresh
@@ -102,6 +103,11 @@ class Steps:
         return self._record.applied[watched.index]
 
     @property
+    def all_moved(self) -> bool:
+        """Whether every parameter of the model has moved in this step."""
+        return all(self._record.applied)
+
+    @property
     def is_recorded(self) -> bool:
         """Whether the patterns of this step are kept: of every step, or of every k-th."""
         return self.step % self._every == 0
@@ -114,16 +120,21 @@ class Steps:
     # -- before ---------------------------------------------------------------------------------
 
     def read(self, optimizer: Optimizer) -> None:
-        """Note what the optimizer is about to do, and have the gradients it will use explained."""
+        """Note what the optimizer is about to do, and have the gradients it will use explained.
+
+        The clerk is done with everything.
+        """
         self._pending = None
-        self.clerk.wait()
-        self._parameters.audits.catch_up()
+        if self._parameters.audits.are_behind:
+            self._parameters.audits.catch_up()
         if bool(getattr(optimizer, "found_inf", 0)):  # a fused optimizer told to skip this one
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         if unscale == 1.0 and self._read_routinely(optimizer):
             return
+        if self.accountant.lends:
+            self.accountant.look_again(places_of(parameters_of(optimizer)))
         reading = Reading(optimizer, unscale)
         adaptive = adaptive_rule_of(optimizer) if self._known_rules else None
         for group in optimizer.param_groups:
@@ -145,11 +156,11 @@ class Steps:
         if routine is None:
             return False
         reading = Reading(optimizer, 1.0)
-        updates = routine.read(reading, self.accountant, self._transition)
-        if updates is None:
+        reading.routinely = routine.read(reading, self.accountant, self._transition)
+        if reading.routinely is None:
             del self._routines[optimizer]
             return False
-        reading.updates, self._pending = updates, reading
+        self._pending = reading
         return True
 
     def _read_parameter(self, reading: Reading, watched: Watched, gradient: Tensor) -> None:
@@ -257,9 +268,10 @@ class Steps:
             return
         self.clerk.wait()
         self.accountant.catch_up()
-        if reading.updates:
+        if reading.routinely is not None:
             routine = self._routines[reading.optimizer]
-            reading.moves, reading.updates = routine.moves(reading.updates, self.step), []
+            reading.moves = routine.moves(reading.routinely, self.step)
+            reading.routinely = None
         for move in reading.moves:
             if move.account is not None and move.gradient is not None:
                 move.watched.audit.look_at(move.gradient)
@@ -279,9 +291,11 @@ class Steps:
         record = self._record
         offset = len(record.hyperparameters)
         record.hyperparameters.extend(reading.settings)
-        if reading.updates:
-            self._routines[reading.optimizer].write_down(record, self.step, offset)
-            self._hand_over(reading.updates, 1.0)
+        if reading.routinely is not None:
+            routine = self._routines[reading.optimizer]
+            routine.write_down(record, self.step, offset)
+            self.accountant.hand_over_routinely(reading.routinely, routine.bytes, record)
+            self._wake_accountant()
             self.stepped.append(reading.optimizer)
             return
         applied, fresh, kappa = record.applied, record.fresh, record.kappa
@@ -309,9 +323,9 @@ class Steps:
                 )
         self.stepped.append(reading.optimizer)
         if self._known_rules and self.states is None and not reading.resolved:
-            routine = Routine.of(reading)
-            if routine is not None:
-                self._routines[reading.optimizer] = routine
+            usual = Routine.of(reading)
+            if usual is not None:
+                self._routines[reading.optimizer] = usual
 
     def _account_for(self, reading: Reading, moves: Sequence[Move]) -> None:
         """Hand over what accounts are to count; keep the gradients of the others, if possible."""
@@ -326,10 +340,11 @@ class Steps:
             for move in moves
             if move.account is not None and move.transition is not None
         ]
-        self._hand_over(updates, reading.unscale)
+        self.accountant.hand_over(updates, self._record, reading.unscale)
+        self._wake_accountant()
 
-    def _hand_over(self, updates: list[Update], unscale: float) -> None:
-        self.accountant.hand_over(updates, self._record, unscale)
+    def _wake_accountant(self) -> None:
+        """Together with the clerk, amid the next backward pass, if it is for little."""
         if self.clerk.is_used and self.accountant.is_due and not self.accountant.is_urgent:
             self.clerk.later(self.accountant.wake)
 
