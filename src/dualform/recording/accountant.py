@@ -35,7 +35,7 @@ from dualform.recording import forks
 from dualform.recording.audit import ParameterAudit, Transition, advance_along, as_matrix
 from dualform.recording.lending import Account, Loans, Lot, can_be_lent, natures
 from dualform.recording.one_core import keep_to_one_core
-from dualform.recording.parameters import Watched, version_of
+from dualform.recording.parameters import Watched, is_reset, version_of
 from dualform.recording.predictions import Predictions
 from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, HELD_BYTES, Accumulated
@@ -174,8 +174,8 @@ class Accountant:
                 accounts.append(account)
                 gradients.append(original)
                 versions.append(version)
-            elif not account.habit_known and original.is_cpu:
-                account.first = read
+            elif not account.habit_known and original.is_cpu and gradient is not None:
+                account.first = *read, gradient
         places = {gradient.data_ptr() for gradient in gradients}
         lot = Lot(accounts, gradients, versions, places) if accounts else None
         self._put(updates, lot, size, record, unscale)
@@ -229,15 +229,30 @@ class Accountant:
         """Whether anything is lent now."""
         return bool(self._loans)
 
+    def is_thrown_away(self, name: str) -> bool:
+        """Whether the loop throws this parameter's gradient away after every update."""
+        account = self.accounts.get(name)
+        return account is not None and account.lends
+
     def make_room(self, places: Collection[int]) -> None:
         """Before a backward pass: gradients lent that are done with are let go of.
 
-        One that is still `.grad` (they lie at these places) is about to be added to, or has been
-        emptied in its place. Either is seen before the next update at the latest; as long as the
-        accountant was not even told of the last ones, that is soon enough.
+        As long as the accountant was not even told of the last ones, they need not be looked at:
+        they will be before the next update. But one that is still `.grad` (they lie at these
+        places) may be about to be added to. It is taken in first; then it has served, unless it was
+        emptied in its place, which torch does not always count.
         """
+        kept = self._loans.touched(places) if places and self._loans else []
+        if kept:
+            self._wait(fold=False)
+        for account in kept:
+            if self._loans.is_touched(account) or is_reset(account.watched.parameter.grad):
+                self._start_again(account)
+            else:
+                account.lends = False
+                self._loans.forget(account)
         if self._loans and not self.is_due:
-            self.look_again(places)
+            self.look_again()
 
     def look_again(self, places: Collection[int] = ()) -> None:
         """Is everything lent as it was, and none of it where gradients lie now?
@@ -254,11 +269,12 @@ class Accountant:
     def _learn_habit(self, account: Account, gradient: Tensor) -> None:
         """The next gradient is there: was the first one left alone, and thrown away?"""
         assert account.first is not None
-        (first, version), account.first = account.first, None
+        (first, version, copy), account.first = account.first, None
         account.habit_known = True
         # a gradient that lies where the first one still does: its memory is used again and again
         elsewhere = first.data_ptr() != gradient.data_ptr()
-        account.lends = elsewhere and version_of(first) == version
+        untouched = version_of(first) == version and torch.equal(first, copy)  # all: `.data`, too
+        account.lends = elsewhere and untouched
 
     def _start_again(self, account: Account) -> None:
         """A gradient was touched while it was lent: go on from the weights themselves."""

@@ -24,6 +24,7 @@ class Findings:
         self._strict = strict
         self._trouble: str | None = None
         self._remarks: list[str] = []
+        self._incomplete: set[str] = set()  # parameters of which keys may be missing
         self.exact = True
         self.dropped = 0
         """How many patterns of skipped steps were dropped."""
@@ -48,6 +49,18 @@ class Findings:
         if self._strict:  # the optimizer has not moved yet: what is recorded so far stays exact
             raise AuditError(message + STOPPED)
         self.not_exact(message)
+
+    def incomplete_keys(self, step: int, watched: Watched, reason: str) -> None:
+        """Said once of a parameter: where keys alone are kept, nothing else depends on them."""
+        if watched.name in self._incomplete:
+            return
+        self._incomplete.add(watched.name)
+        message = (
+            f"step {step}, parameter {watched.name!r}: {reason} Error signals are not kept, so the "
+            "weights are accounted for all the same; but if keys are missing, attention misses them"
+        )
+        warnings.warn(f"dualform: keys may be missing. {message}", stacklevel=2)
+        self.remark(message)
 
     def changed_by_hand(self, step: int, watched: Watched, reason: str) -> None:
         """Found before the next update; but weights or state are not the last one's any more."""

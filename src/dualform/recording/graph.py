@@ -9,7 +9,8 @@ that call all their layers as modules pay for a single step.
 
 Nothing is missed silently. A weight that is also used in a way without patterns (by an embedding
 bag, inside a compiled function) is accounted for step by step, with a warning that says so; one
-that begins to be used so only later fails the audit.
+that begins to be used so only later fails the audit, or, of a layer whose keys alone are kept, is
+warned of when these are next compared with its gradient.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ class GraphCapture:
             self._known[identity] = layer
             if not is_chosen(layer.name, self._chosen):
                 self._without_patterns(layer.weight, "choice")
-            if watched.coverage in ("untrained", "patterns") and not watched.by_steps:
+            is_open = watched.coverage in ("untrained", "patterns") or watched.keys_alone
+            if is_open and not watched.by_steps:
                 self._layers[layer] = self._model
                 self._parameters.add(layer)
         return layer

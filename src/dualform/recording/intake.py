@@ -134,6 +134,8 @@ class Intake:
                 and self._steps.is_recorded
                 and all(map(is_trained, self._all))
             )
+            if is_first and is_clear:
+                self._steps.clear_at = self._steps.step
             found = Pass(backward, self._steps.step, number, is_simple)
             self._passes[backward] = found
         else:  # another one ran inside of it
@@ -252,7 +254,9 @@ class Intake:
         for watched in trained:
             if watched.is_silent and not watched.resolved:
                 watched.is_silent = is_zero(keys) or is_zero(error_signals)
-        if audits := {w.name: w.audit for w in trained if w.resolved}:
+        checked = self._steps.checks_keys  # by error signals that are not kept: now or never
+        if audits := {w.name: w.audit for w in trained if w.resolved or checked}:
+            later = later and all(w.resolved for w in trained)
             rows = Rows(visit.step, *kept, layer)
             weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")
             self._parameters.audits.see(weight, bias, keys, error_signals, rows, later=later)

@@ -37,8 +37,8 @@ class Account:
     """None where what was learned can be read off the weights: only these are predicted then."""
     lends: bool = False
     """Whether gradients are lent rather than copied."""
-    first: tuple[Tensor, int] | None = None
-    """The gradient, and its version, from which the loop's habit will be learned."""
+    first: tuple[Tensor, int, Tensor] | None = None
+    """The gradient from which the loop's habit will be learned, its version, and a copy."""
     habit_known: bool = False
     bytes: int = 0
     """What a gradient takes."""
@@ -107,6 +107,10 @@ class Loans:
             if gradient._version != version or gradient.data_ptr() in places
         }
         return list(found.values())
+
+    def is_touched(self, account: Account) -> bool:
+        """Whether something that this account has lent was changed, as far as torch counts."""
+        return account in self.touched(())
 
     def records(self, account: Account) -> Iterator[StepRecord]:
         """The steps of which a gradient of this account is lent."""

@@ -83,7 +83,7 @@ class Watched:
             "dtype": str(self.dtype).removeprefix("torch."),
             "coverage": self.coverage if accumulated_since is None else "accumulated",
             "accumulated_since": accumulated_since,
-            "eps": self.audit.gradient_eps,
+            "eps": self.audit.eps if self.keys_alone else self.audit.gradient_eps,
             "layers": [layer.name for layer in self.layers if self.coverage == "patterns"],
             "role": self.role,
             "rule": SGD if self.rule is None else self.rule.name,

@@ -417,16 +417,10 @@ class Recorder:
         if audits.are_behind:
             self._clerk.wait()
             audits.catch_up()
-        whole = self._every == 1 and self._steps.all_moved
-        for layer in [] if whole else self._sink.patterns_of_step():
-            parts = self._parameters.of_layer(layer)
-            if not any(map(self._steps.moved, parts)):
-                self._clerk.wait()
-                if all(is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts):
-                    self._findings.dropped += self._sink.rewind(layer)
-                    continue
-            if self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
-                self._sink.rewind(layer)  # of a gradient that will count as unrecorded
+        if self._every > 1 or not self._steps.all_moved:
+            given = self._steps.given()
+            for layer in self._sink.patterns_of_step():
+                self._drop_unused(layer, given)
         if audits.have_seen:
             self._clerk.then(audits.settle, self._steps.step)
         record, gradients, states = self._steps.close()
@@ -440,6 +434,29 @@ class Recorder:
             self._commit_all()
         elif self._sink.is_due or self._commits.is_due:
             self._sink.commit()
+
+    def _drop_unused(self, layer: Layer, given: set[Watched]) -> None:
+        """Take back a layer's patterns of this step if no update will ever be made by them.
+
+        One may be, by a gradient that is carried over, or that this very backward pass is still
+        computing: an optimizer may move amid it.
+        """
+        parts = self._parameters.of_layer(layer)
+        if not any(map(self._steps.moved, parts)):
+            running = torch._C._current_graph_task_id()
+            if running != -1 and any(part.backward == running for part in parts):
+                return
+            self._clerk.wait()
+            if given.isdisjoint(parts):
+                self._sink.rewind(layer)
+                for part in parts:
+                    part.passed_by = self._steps.step
+                return
+            if all(is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts):
+                self._findings.dropped += self._sink.rewind(layer)
+                return
+        if self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
+            self._sink.rewind(layer)  # of a gradient that will count as unrecorded
 
     def _commit_all(self) -> None:
         """A commit that also carries what is accumulated."""

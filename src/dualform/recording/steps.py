@@ -31,7 +31,7 @@ from dualform.recording.accountant import Accountant, Update
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
-from dualform.recording.explaining import Move, Reading, explain
+from dualform.recording.explaining import Move, Reading, check_keys, explain
 from dualform.recording.findings import Findings
 from dualform.recording.learned import Learned
 from dualform.recording.lending import places_of
@@ -40,6 +40,10 @@ from dualform.recording.parameters import Parameters, Watched, is_reset, paramet
 from dualform.recording.routine import Routine, is_fresh
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
+
+CHECK_EVERY = 64
+"""Where keys alone are kept: once in so many of the steps with patterns, beginning with the first,
+it is asked whether these are all there are."""
 
 CHANGED = (
     "its gradient was changed in place after it was read, before the update was made (by a hook on "
@@ -68,6 +72,8 @@ class Steps:
         clerk: Clerk,
     ) -> None:
         self.step = 0
+        self.clear_at = -1
+        """The last step in which there was no gradient at all before its first backward pass."""
         self.stepped: list[Optimizer] = []
         self._parameters = parameters
         self._optimizers = list(optimizers)
@@ -102,6 +108,10 @@ class Steps:
     def moved(self, watched: Watched) -> bool:
         return self._record.applied[watched.index]
 
+    def given(self) -> set[Watched]:
+        """The parameters that the optimizers have now."""
+        return {self._parameters.of(p) for o in self._optimizers for p in parameters_of(o)}
+
     @property
     def all_moved(self) -> bool:
         """Whether every parameter of the model has moved in this step."""
@@ -111,6 +121,11 @@ class Steps:
     def is_recorded(self) -> bool:
         """Whether the patterns of this step are kept: of every step, or of every k-th."""
         return self.step % self._every == 0
+
+    @property
+    def checks_keys(self) -> bool:
+        """Whether keys that are kept alone are compared with the gradients of this step."""
+        return self.step % (CHECK_EVERY * self._every) == 0
 
     def needs_patterns(self, watched: Watched) -> bool:
         """Whether the parameter moved in this step, by patterns that are to be kept."""
@@ -131,7 +146,7 @@ class Steps:
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        if unscale == 1.0 and self._read_routinely(optimizer):
+        if unscale == 1.0 and not self.checks_keys and self._read_routinely(optimizer):
             return
         if self.accountant.lends:
             self.accountant.look_again(places_of(parameters_of(optimizer)))
@@ -177,6 +192,8 @@ class Steps:
             )
         if watched.coverage == "untrained":
             self._decide_coverage(watched, gradient)
+        if self.checks_keys and watched.keys_alone and watched.coverage != "patterns":
+            self._check_keys(watched, gradient)
         state = reading.optimizer.state.get(watched.parameter)
         fresh = not state if watched.rule is not None else is_fresh(state)
         transition = None
@@ -224,13 +241,17 @@ class Steps:
                     self.step,
                     watched,
                     f"its gradient was carried over from step {move.first}, and it was frozen at "
-                    f"step {watched.passed_by}, where its layer had patterns that are not in it. "
-                    "Freeze and unfreeze right after its optimizer has moved.",
+                    f"step {watched.passed_by}, or no optimizer had it, where its layer had "
+                    "patterns: they are not in it, or were not kept. Freeze, unfreeze and give "
+                    "parameters to an optimizer right after an update, with gradients reset.",
                 )
 
     def _decide_coverage(self, watched: Watched, gradient: Tensor) -> None:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
         resolvable = watched.layers and watched.resolved and not watched.by_steps
+        if watched.keys_alone and watched.seen != self.step and not is_reset(gradient):
+            self._without_patterns(watched)
+            watched.by_steps = True
         if resolvable and (watched.audit.uses or is_reset(gradient)):
             watched.coverage = "steps" if lost_in_rounding(watched) else "patterns"
             if watched.coverage == "steps":
@@ -239,6 +260,18 @@ class Steps:
         watched.coverage = "steps"
         if resolvable:
             self._without_patterns(watched)
+
+    def _check_keys(self, watched: Watched, gradient: Tensor) -> None:
+        """One that began in an earlier step holds patterns that were not looked at."""
+        if watched.seen == self.step:
+            if watched.audit.first == self.step:
+                check_keys(watched, gradient, self.step, self._findings)
+            return
+        is_new = self.clear_at == self.step or self.accountant.is_thrown_away(watched.name)
+        if is_new and not is_reset(gradient):
+            self._findings.incomplete_keys(
+                self.step, watched, "it has a gradient, and its layer was not called."
+            )
 
     def _transition(self, settings: tuple[float, ...], fresh: bool, unscale: float) -> Transition:
         key = (settings, fresh, unscale)
