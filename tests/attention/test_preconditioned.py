@@ -309,3 +309,77 @@ def test_patterns_stored_in_16_bits_are_verified_with_what_that_loses(
             optimizer.zero_grad()
     certificate = df.DualForm(model, tmp_path / "run").verify()
     assert certificate.passed, repr(certificate)
+
+
+# What an adaptive optimizer was given, and never moved -------------------------------------------
+
+GIVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    kind.__name__: kind
+    for kind in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+    )
+}
+
+
+class PartlyUsed(nn.Module):
+    """A frozen layer, one that is never called, and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(6, 8).requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.backbone(rows)))
+
+
+def partly_trained(path: Path, kind: str, **options: Any) -> Run:
+    torch.manual_seed(5)
+    model = PartlyUsed()
+    optimizer = GIVEN[kind](model.parameters())
+    inputs = torch.randn(7, 6)
+    with df.record(model, optimizer, path, **options):
+        for _ in range(20):
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run(model, path, inputs[:3])
+
+
+@pytest.mark.parametrize("options", [{}, {"error_signals": False}], ids=["patterns", "keys alone"])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_parameters_that_never_had_a_gradient_are_verified_as_unchanged(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    run = partly_trained(tmp_path / "run", kind, **options)
+    certificate = run.dual.verify(run.inputs)
+    assert certificate.passed, repr(certificate)
+    residuals = {(c.parameter, c.kind): c.residual for c in certificate.checks}
+    for name in ("backbone.weight", "backbone.bias", "unused.weight", "unused.bias"):
+        assert residuals[name, "weights"] == residuals[name, "fingerprints"] == 0
+        assert not df.Memory.open(run.path).learned(name, 20).any()
+    assert residuals["head.weight", "weights"] > 0 or options
+
+
+@pytest.mark.parametrize("options", [{}, {"error_signals": False}], ids=["patterns", "keys alone"])
+@pytest.mark.parametrize("name", ["backbone.weight", "unused.bias"])
+def test_parameters_that_never_had_a_gradient_fail_if_they_have_changed(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    run = partly_trained(tmp_path / "run", "AdamW", **options)
+    with torch.no_grad():
+        run.model.get_parameter(name).view(-1)[0] += 1e-5
+    certificate = run.dual.verify()
+    assert {(c.parameter, c.kind) for c in certificate.failures} == {(name, "weights")}
+
+    initial = run.path / "initial.safetensors"
+    tampering.edit_tensor(initial, f"parameters/{name}", lambda w: w.view(-1)[:1].add_(1e-5))
+    tampering.reseal(run.path)
+    certificate = run.dual.verify()  # the model is as the memory says, and both are wrong
+    assert {(c.parameter, c.kind) for c in certificate.failures} == {(name, "fingerprints")}

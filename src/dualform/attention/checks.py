@@ -203,24 +203,9 @@ def _check_weights(
         return Check(name, "weights", 0.0, 0.0)
     size = max(float(t.abs().max()) for t in (initial, dual, weights.nan_to_num(0, 0, 0)))
     eps = _eps(view, name)
-    largest = view.memory.sizes(name)[2, : view.at] if sums is None else sums.largest
-    log, gross = view.log(name), largest
-    if sums is not None:
-        log, _, unrecorded = sums.as_rounded()
-        gross = largest * agreeing(sums.patterns) + LARGEST_ENTRY * unrecorded
-    expected = drift(
-        log,
-        np.array([view.at]),
-        eps=eps,
-        gradient_eps=_gradient_eps(view, name),
-        size=size,
-        gross=gross,
-        anchored=False,
-        stored=_stored(view, name) * largest,
-    )
     lost = unmoved(dual - initial, initial.abs(), view.at, eps)
     lost = lost + _smallest(view, name) + view.memory.parameters[name].left_out_most
-    allowed = float(expected.bound(ENTRY_DEVIATIONS)[0, 0]) + eps * size + lost
+    allowed = _drift_of_an_entry(view, name, size, sums) + eps * size + lost
     off = (weights - dual).abs()
     worst = int(torch.argmax(torch.where(off.isfinite(), off / allowed, torch.inf)))
     scale = float(weights.nan_to_num(0, 0, 0).abs().max()) or size or 1.0
@@ -230,6 +215,28 @@ def _check_weights(
         float(off.reshape(-1)[worst]) / scale,
         float(allowed.reshape(-1)[worst]) / scale,
     )
+
+
+def _drift_of_an_entry(view: View, name: str, size: float, sums: Tally | None) -> float:
+    """How far rounding may have put the worst entry of a parameter off, over all steps."""
+    if view.memory.parameters[name].coverage == "untrained":
+        return 0.0  # nothing was rounded, and an adaptive rule would have no such log to ask
+    largest = view.memory.sizes(name)[2, : view.at] if sums is None else sums.largest
+    log, gross = view.log(name), largest
+    if sums is not None:
+        log, _, unrecorded = sums.as_rounded()
+        gross = largest * agreeing(sums.patterns) + LARGEST_ENTRY * unrecorded
+    expected = drift(
+        log,
+        np.array([view.at]),
+        eps=_eps(view, name),
+        gradient_eps=_gradient_eps(view, name),
+        size=size,
+        gross=gross,
+        anchored=False,
+        stored=_stored(view, name) * largest,
+    )
+    return float(expected.bound(ENTRY_DEVIATIONS)[0, 0])
 
 
 def _check_steps(view: View, sums: Tally) -> list[Check]:

@@ -209,8 +209,10 @@ class Memory:
 
     def _summed(self, parameter: str, at: int) -> Tensor:
         """The learned part from the gradients kept step by step."""
-        coefficient = coefficients(self.log(parameter), at).steps
         total = torch.zeros(self.parameters[parameter].shape, dtype=torch.float64)
+        if self.parameters[parameter].coverage == "untrained":  # whatever rule it was given to
+            return total
+        coefficient = coefficients(self.log(parameter), at).steps
         for step, gradient in self.step_gradients(parameter):
             if step >= at:
                 break
