@@ -199,6 +199,15 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 } | {name: lambda use=use: Functional(use) for name, use in USES.items()}
 
 
+def in_a_checkpoint(use: Callable[[nn.Linear, Tensor], Tensor]) -> nn.Module:
+    return Functional(lambda fc, x: checkpoint(use, fc, x, use_reentrant=False))
+
+
+CASES |= {
+    f"{name}, in a checkpoint": lambda use=use: in_a_checkpoint(use) for name, use in USES.items()
+}
+
+
 def loss_of(model: nn.Module, generator: torch.Generator) -> Tensor:
     if isinstance(model, Chained):
         return loss_of_a_chain(model, generator)

@@ -2,6 +2,7 @@
 
 A weight that is square, or an input with one row, fits where it does not belong. Whatever becomes
 of such a use, patterns or a sum over steps, training goes on and the weights are accounted for.
+Inside an activation checkpoint, where no input is at hand, the same becomes of each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import dualform as df
 
@@ -20,24 +22,36 @@ pytestmark = pytest.mark.filterwarnings("ignore:dualform. 'weight'")
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
+in_a_checkpoint_or_not = pytest.mark.parametrize(
+    "checkpointed", [False, True], ids=["plain", "checkpointed"]
+)
+
 
 class Functional(nn.Module):
-    def __init__(self, product: Product, rows: int, columns: int) -> None:
+    def __init__(self, product: Product, rows: int, columns: int, checkpointed: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         self.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).double())
-        self.product = product
+        self.product, self.checkpointed = product, checkpointed
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.product(inputs, self.weight)
+        if not self.checkpointed:
+            return self.product(inputs, self.weight)
+        inside = lambda given: self.product(given, self.weight)  # noqa: E731
+        output: Tensor = checkpoint(inside, inputs, use_reentrant=False)
+        return output
 
 
 def recorded(
-    product: Product, weight: tuple[int, int], sizes: list[tuple[int, ...]], path: Path
+    product: Product,
+    weight: tuple[int, int],
+    sizes: list[tuple[int, ...]],
+    path: Path,
+    checkpointed: bool = False,
 ) -> df.Memory:
     """Train with inputs of these sizes, one after the other; every step is accounted for."""
     generator = torch.Generator().manual_seed(5)
-    model = Functional(product, *weight)
+    model = Functional(product, *weight, checkpointed)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     with df.record(model, optimizer, path) as recorder:
         for size in sizes:
@@ -47,12 +61,13 @@ def recorded(
             model(inputs).tanh().square().sum().backward()
             optimizer.step()
     memory = df.Memory.open(path)
-    rebuilt = df.DualForm(Functional(product, *weight), memory).weights()["weight"]
+    rebuilt = df.DualForm(Functional(product, *weight, checkpointed), memory).weights()["weight"]
     assert memory.exact
     assert torch.allclose(rebuilt, model.weight.detach(), rtol=0, atol=1e-12)
     return memory
 
 
+@in_a_checkpoint_or_not
 @pytest.mark.parametrize(
     ("product", "weight", "size"),
     [
@@ -69,11 +84,17 @@ def recorded(
     ],
 )
 def test_a_product_that_only_looks_like_a_layer_is_accounted_for_by_steps(
-    product: Product, weight: tuple[int, int], size: tuple[int, ...], tmp_path: Path
+    product: Product,
+    weight: tuple[int, int],
+    size: tuple[int, ...],
+    checkpointed: bool,
+    tmp_path: Path,
 ) -> None:
-    assert recorded(product, weight, [size] * 3, tmp_path / "run").layers == ()
+    memory = recorded(product, weight, [size] * 3, tmp_path / "run", checkpointed)
+    assert memory.layers == ()
 
 
+@in_a_checkpoint_or_not
 @pytest.mark.parametrize(
     ("product", "weight"),
     [
@@ -86,18 +107,31 @@ def test_a_product_that_only_looks_like_a_layer_is_accounted_for_by_steps(
     ],
 )
 def test_a_layer_keeps_its_patterns_in_steps_with_one_example_or_one_position(
-    product: Product, weight: tuple[int, int], tmp_path: Path
+    product: Product, weight: tuple[int, int], checkpointed: bool, tmp_path: Path
 ) -> None:
     sizes = [(4, 2, 3), (1, 1, 3), (1, 2, 3), (4, 1, 3)]
-    memory = recorded(product, weight, sizes, tmp_path / "run")
+    memory = recorded(product, weight, sizes, tmp_path / "run", checkpointed)
     assert memory.layers == ("weight",)
     assert memory.layer("weight").rows == 8 + 1 + 2 + 4
 
 
+@in_a_checkpoint_or_not
 @pytest.mark.parametrize("of", ["bld,ed->bel", "bld,ed->ebl"])
 def test_an_output_that_is_not_last_is_not_taken_for_it_when_one_comes_first(
-    of: str, tmp_path: Path
+    of: str, checkpointed: bool, tmp_path: Path
 ) -> None:
     sizes = [(4, 1, 3), (1, 1, 3), (4, 2, 3)]
     product = lambda x, w: torch.einsum(of, x, w)  # noqa: E731
-    assert recorded(product, (3, 3), sizes, tmp_path / "run").layers == ()
+    assert recorded(product, (3, 3), sizes, tmp_path / "run", checkpointed).layers == ()
+
+
+def test_an_einsum_inside_a_checkpoint_can_be_asked_like_any_other_layer(tmp_path: Path) -> None:
+    product = lambda x, w: torch.einsum("bld,ed->ble", x, w)  # noqa: E731
+    queries = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(8)).double()
+    found = []
+    for inside in (False, True):
+        memory = recorded(product, (4, 3), [(6, 2, 3)] * 2, tmp_path / f"{inside}", inside)
+        dual = df.DualForm(Functional(product, 4, 3, inside), memory)
+        found.append(dual.attend(queries)["weight"].weights)
+    assert found[0].shape == (10, 24)
+    assert torch.equal(*found)

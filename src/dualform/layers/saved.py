@@ -32,19 +32,29 @@ class Saved:
         *,
         flipped: bool = False,
         tokens: bool = False,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
         self._tensor, self._bring, self._promise = tensor, bring, promise
-        self._flipped, self._tokens = flipped, tokens
+        self._flipped, self._tokens, self._sizes = flipped, tokens, sizes
 
     @classmethod
-    def by(cls, node: Node, name: str, *, flipped: bool = False, tokens: bool = False) -> Saved:
-        """What a node has saved under a name."""
+    def by(
+        cls,
+        node: Node,
+        name: str,
+        *,
+        flipped: bool = False,
+        tokens: bool = False,
+        factor: int | None = None,
+    ) -> Saved:
+        """What a node has saved under a name; `factor`: by which of its inputs it multiplies it."""
         raw = getattr(node, f"_raw_saved_{name}")
         if raw.unpack_hook is None:
             tensor = getattr(node, f"_saved_{name}").detach()
             return cls(tensor, flipped=flipped, tokens=tokens)
         promise = getattr(raw, "data", None)
-        return cls(None, raw.unpack_hook, promise, flipped=flipped, tokens=tokens)
+        sizes = None if factor is None else _fitting(node, factor)
+        return cls(None, raw.unpack_hook, promise, flipped=flipped, tokens=tokens, sizes=sizes)
 
     @property
     def can_be_read(self) -> bool:
@@ -53,13 +63,17 @@ class Saved:
 
     @property
     def width(self) -> int | None:
-        """How long the rows are; None if they are not at hand."""
-        return None if self._tensor is None else self._tensor.shape[-2 if self._flipped else -1]
+        """How long the rows are; None if that cannot be told yet."""
+        if self._tensor is None:
+            return None if self._sizes is None else self._sizes[0]
+        return self._tensor.shape[-2 if self._flipped else -1]
 
     @property
     def batch(self) -> int | None:
-        """Of how many matrices they are the rows; None if they are not at hand."""
-        return None if self._tensor is None else self._tensor.shape[:-2].numel()
+        """Of how many matrices they are the rows; None if that cannot be told yet."""
+        if self._tensor is None:
+            return None if self._sizes is None else self._sizes[1]
+        return self._tensor.shape[:-2].numel()
 
     def read(self) -> Tensor:
         """The rows; from a checkpoint inside a backward pass, or at the cost of running it."""
@@ -79,6 +93,20 @@ class Saved:
             return self._bring(promise).detach()  # type: ignore[no-any-return]
         finally:
             promise.handles = dict(promise.handles)
+
+
+def _fitting(node: Node, factor: int) -> tuple[int, int] | None:
+    """How long rows must be, and of how many matrices, to be multiplied by an input of a node.
+
+    A promise does not tell; the node that the other factor comes from does, in most versions of
+    torch. As the first factor it is multiplied along its last dimension, else along the one before.
+    """
+    before, number = node.next_functions[factor]
+    known = getattr(before, "_input_metadata", ())
+    if number >= len(known):
+        return None
+    shape = torch.Size(known[number].shape)
+    return shape[-1 if factor == 0 else max(-2, -len(shape))], shape[:-2].numel()
 
 
 class _Lasting(dict[Any, Any]):

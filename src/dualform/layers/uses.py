@@ -182,7 +182,7 @@ class Graph:
         if (name, slot) not in PRODUCTS:
             return None
         saved, flipped = PRODUCTS[name, slot]
-        key = Saved.by(node, saved, flipped=flipped)
+        key = Saved.by(node, saved, flipped=flipped, factor=slot)
         first = slot == 0  # the weight comes first: W x
         if name == "DotBackward0" and 1 not in part.sizes(columns):
             return None  # only what torch.tensordot makes of one input and one output
