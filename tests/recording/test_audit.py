@@ -132,6 +132,11 @@ def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     loss_of(model).backward()
 
 
+@edit("a backward pass for a weight without its bias", "3.bias")
+def _(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model).backward(inputs=[model[3].weight])
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -211,8 +216,50 @@ def test_the_message_of_an_edited_gradient_says_how_much_and_what_would_be_fine(
         "accumulation",
         "weight_decay",
         "create_graph",
+        "backward(inputs=...)",
     ):
         assert word in str(e.value)
+    assert "zero_grad" not in str(e.value)  # it is not the first step
+
+
+def test_backward_passes_for_whole_layers_or_in_steps_of_their_own_are_accounted_for(
+    tmp_path: Path,
+) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    weights = [model[0].weight, model[3].weight, model[5].weight]
+    with df.record(model, optimizer, tmp_path / "run"):
+        for step in range(STEPS):
+            if step % 2:
+                loss_of(model).backward(inputs=weights)
+            else:
+                loss_of(model).backward(inputs=list(model[3].parameters()))
+                loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert df.DualForm(model, tmp_path / "run").verify().passed
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_gradient_left_over_from_before_recording_is_named(resumed: bool, tmp_path: Path) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if resumed:
+        train(model, optimizer, tmp_path / "run")
+    loss_of(model).backward()
+    with pytest.raises(df.AuditError, match=r"(?s)When recording began.*call optimizer.zero_grad"):
+        train(model, optimizer, tmp_path / "run", resume=resumed)
+
+
+def test_a_gradient_left_over_that_is_reset_in_time_does_no_harm(tmp_path: Path) -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    with df.record(model, optimizer, tmp_path / "run") as recorder:
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    assert recorder.exact
 
 
 @pytest.mark.parametrize("edit", [float("nan"), float("inf")])

@@ -352,7 +352,9 @@ class ParameterAudit:
             f"{kappa:.4g}); clipping by norm, loss scaling and accumulation would leave nothing "
             "over. Was the gradient edited by hand, clipped by value, given noise, the weight used "
             "outside its layer, or in the loss itself: a penalty on the weight (give the optimizer "
-            "weight_decay instead), a penalty on gradients (create_graph=True)?"
+            "weight_decay instead), a penalty on gradients (create_graph=True)? Or was a backward "
+            "pass for only some of its layer's parameters, and another of this step for more: "
+            "backward(inputs=...) with one of weight and bias (name both, or neither)?"
         )
 
     def _entries(self) -> NDArray[np.float64]:

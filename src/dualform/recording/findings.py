@@ -14,6 +14,11 @@ from dualform.recording.parameters import Watched
 
 STOPPED = ' Recording stopped here; audit="warn" would go on with a memory that is not exact.'
 
+LEFT_OVER = (
+    " When recording began, its gradient held something already, and no pattern accounts for that: "
+    "call optimizer.zero_grad() before the first backward pass."
+)
+
 MOST_REMARKS = 100
 
 
@@ -25,6 +30,7 @@ class Findings:
         self._trouble: str | None = None
         self._remarks: list[str] = []
         self._incomplete: set[str] = set()  # parameters of which keys may be missing
+        self._first_step = 0
         self.exact = True
         self.dropped = 0
         """How many patterns of skipped steps were dropped."""
@@ -35,8 +41,9 @@ class Findings:
         dropped = f"{self.dropped} patterns of skipped steps were dropped"
         return (*self._remarks, *([dropped] if self.dropped else []))
 
-    def restore(self, exact: bool, remarks: tuple[str, ...]) -> None:
-        """A resumed run: what was found before."""
+    def restore(self, step: int, exact: bool, remarks: tuple[str, ...]) -> None:
+        """A resumed run: the step it goes on from, and what was found before."""
+        self._first_step = step
         self.exact = exact and self.exact
         self._remarks[:0] = remarks
 
@@ -46,6 +53,8 @@ class Findings:
 
     def unexplained_gradient(self, step: int, watched: Watched, reason: str) -> None:
         message = f"step {step}, parameter {watched.name!r}: {reason}"
+        if step == self._first_step and watched.had_gradient:
+            message += LEFT_OVER
         if self._strict:  # the optimizer has not moved yet: what is recorded so far stays exact
             raise AuditError(message + STOPPED)
         self.not_exact(message)

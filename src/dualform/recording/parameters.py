@@ -38,6 +38,7 @@ class Watched:
     shape: torch.Size
     dtype: torch.dtype
     rule: AdaptiveRule | None = None  # None for SGD, whose steps are scalars
+    had_gradient: bool = False  # in `.grad`, when recording began
     layers: list[Layer] = field(default_factory=list)
     role: str | None = None
     coverage: str = "untrained"
@@ -138,7 +139,8 @@ class Parameters:
                 refuse_16_bits(name, parameter, rule)
             state = states.get(id(parameter), {})
             place = index, name, parameter, audit, momentum, state
-            watched = Watched(*place, parameter.shape, parameter.dtype, rule)
+            left_over = _holds_something(parameter.grad)
+            watched = Watched(*place, parameter.shape, parameter.dtype, rule, left_over)
             self.by_name[name] = self._by_id[id(parameter)] = watched
             if id(parameter) in rules:
                 self.given.add(name)
@@ -271,3 +273,8 @@ def is_reset(gradient: Tensor | None) -> bool:
     flat = gradient.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 64)]
     return not bool(sample.any()) and not bool(flat.any())
+
+
+def _holds_something(gradient: Tensor | None) -> bool:
+    """Whether a gradient that was there before recording is more than zeros."""
+    return gradient is not None and (gradient.is_sparse or not is_reset(gradient))

@@ -372,8 +372,9 @@ class Recorder:
         if seen:
             warnings.warn(
                 f"dualform: layer {seen[0].name!r} was never called as a module, yet got a "
-                "gradient (its weight is used directly, or the model is compiled or transformed); "
-                "it is accounted for step by step, without patterns",
+                "gradient (its weight is used directly, the gradient is from before recording "
+                "began, or the model is compiled or transformed); it is accounted for step by "
+                "step, without patterns",
                 stacklevel=2,
             )
 

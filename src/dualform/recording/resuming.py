@@ -296,7 +296,7 @@ class Resumption:
         self._restore_accounts(accounts, parameters)
         parameters.initial()  # the momentum buffers held on to are not needed any longer
         self._restore_tags(tags)
-        findings.restore(self.memory.exact, self.memory.recorded_remarks)
+        findings.restore(self.step, self.memory.exact, self.memory.recorded_remarks)
         if not self._restore_buffers(buffers):
             findings.remark(
                 f"buffers were not as recorded when the run was resumed at step {self.step}; the "
