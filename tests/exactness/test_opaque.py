@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,35 @@ def test_what_is_not_trained_is_not_refused(new_run: Any, certify: Any) -> None:
     run = new_run(model, loss_of, torch.float64)
     train(run)
     assert certify(run).parameters["body.weight_ih_l0"].coverage == "untrained"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (parametrizations.weight_norm, "weight"),
+        (parametrizations.spectral_norm, "weight"),
+        (lambda body: prune.random_unstructured(body, "weight", 0.5), "weight"),
+        (lambda body: prune.random_unstructured(body, "bias", 0.5), "bias"),
+    ],
+    ids=["weight norm", "spectral norm", "pruning", "pruning of the bias"],
+)
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_layer_parametrized_while_it_is_recorded_is_refused_by_name(
+    change: Callable[[nn.Module], Any], what: str, step: int, tmp_path: Path
+) -> None:
+    model = seeded(lambda: Body(nn.Linear(6, 6), called))
+    optimizer = SGD(model.parameters(), **RULE)
+    generator = torch.Generator().manual_seed(1)
+    message = rf"layer 'body': its {what} was a parameter when recording began and is none now"
+    with (
+        pytest.raises(df.RecordingError, match=message) as refused,
+        df.record(model, optimizer, tmp_path / "run"),
+    ):
+        for now in range(STEPS):
+            if now == step:
+                change(model.body)
+            loss_of(model, generator).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "layers=" in str(refused.value)
+    assert df.Memory.open(tmp_path / "run").steps == step

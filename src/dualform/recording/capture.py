@@ -31,6 +31,7 @@ from torch.nn.modules import module as torch_module
 
 from dualform.layers import Layer, as_patterns, flattened, is_recordable, leading_shape
 from dualform.layers.embedding import without_padding
+from dualform.recording.opaque import refuse_parametrized
 
 OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
 """Called with layer, keys [n, d_in], error signals [n, d_out], leading shape, context, backward."""
@@ -146,11 +147,15 @@ class Capture:
         if made_by is None:
             return
         parameters = module._parameters
-        weight, bias = parameters["weight"], parameters.get("bias")
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None:
+            if "weight" not in parameters:
+                refuse_parametrized(site.layer, "weight")
             return
         nature = _nature(weight) if bias is None else _nature(weight) + _nature(bias)
         if weight is not site.weight or bias is not site.bias or nature != site.nature:
+            if bias is None and site.layer.bias is not None and "bias" not in parameters:
+                refuse_parametrized(site.layer, "bias")
             trained = (p for p in (weight, bias) if p is not None and p.requires_grad)
             site.nodes = tuple(map(self.node, trained))
             site.weight, site.bias, site.nature = weight, bias, nature

@@ -97,3 +97,13 @@ def refuse_reentrant(layer: Layer) -> None:
         "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or choose with layers= "
         "the layers that are to have patterns, without those inside the checkpoint"
     )
+
+
+def refuse_parametrized(layer: Layer, what: str) -> None:
+    """Raise `RecordingError`: a layer's weight or bias is no parameter of its module any more."""
+    raise RecordingError(
+        f"layer {layer.name!r}: its {what} was a parameter when recording began and is none now "
+        "(weight_norm, spectral_norm, pruning or another parametrization, applied since?), so what "
+        "is trained is not what meets the input. Apply it after the recording has ended; or apply "
+        "it before, and choose with layers= the layers that are to have patterns, without this one"
+    )
