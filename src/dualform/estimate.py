@@ -24,6 +24,7 @@ from dualform.errors import DualFormError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
 from dualform.layers.naming import possible_names, usual_projections
 from dualform.learning_rules import HYPERPARAMETERS
+from dualform.memory.files import local_path
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
 from dualform.recording.commits import SNAPSHOT_SHARE
 from dualform.recording.counting import Calls, count_calls
@@ -489,7 +490,7 @@ def _pages(size: int) -> int:
 def _free_space(path: str | Path | None) -> tuple[Path | None, int | None]:
     if path is None:
         return None, None
-    place = Path(path)
+    place = local_path(path)
     there = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
     try:
         return place, shutil.disk_usage(there).free

@@ -112,6 +112,19 @@ def test_time_travel_to_segment_ends_survives_the_loss_of_error_signals(
             assert relative(weight, expected[name]) <= 1e-12, (name, end)
 
 
+@pytest.mark.parametrize("asked", ["fc1", ["fc2", "fc1"], ["fc2", "fc[13]"]])
+def test_error_signals_that_were_never_there_are_refused_by_name(
+    asked: Any, recorded: Any, tmp_path: Path
+) -> None:
+    source = recorded("keys alone")  # of all layers but fc2
+    with pytest.raises(df.RecordingError, match="keys alone; layers with error signals: fc2"):
+        df.compact(source, tmp_path / "converted", error_signals=asked)
+    assert not (tmp_path / "converted").exists()
+    for well in ("fc*", ["fc2"], True):
+        df.compact(source, tmp_path / "converted", error_signals=well, overwrite=True)
+        assert df.Memory.open(tmp_path / "converted").layer("fc2").has_error_signals
+
+
 def test_steps_between_segment_ends_are_refused_by_name(recorded: Any, tmp_path: Path) -> None:
     source, path = recorded("several segments"), tmp_path / "converted"
     df.compact(source, path, layers=["fc1", "fc3"])

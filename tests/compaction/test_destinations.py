@@ -47,6 +47,18 @@ def test_the_source_is_never_the_destination(source: Path, contents: Any, tmp_pa
     assert contents(source) == before
 
 
+@pytest.mark.parametrize("place", ["s3://bucket/run", "file:///tmp/run", Path("gs://bucket/run")])
+def test_a_url_is_no_destination(
+    source: Path, place: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(df.RecordingError, match="looks like a URL; expected a directory"):
+        df.compact(source, place)
+    with pytest.raises(df.DualFormError, match="looks like a URL; expected a directory"):
+        df.estimate(Net(), batch=4, steps=5, path=place)
+    assert not list(tmp_path.iterdir())
+
+
 def test_foreign_files_are_never_touched(source: Path, contents: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     before = contents(tmp_path)

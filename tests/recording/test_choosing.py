@@ -143,3 +143,22 @@ def test_the_estimate_knows_the_choice() -> None:
     assert [layer.name for layer in one.layers] == ["head"]
     assert one.parts["step-level parameters"] > everything.parts["step-level parameters"]
     assert not any("not called" in remark for remark in one.remarks)
+
+
+# The place ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/run", "hdfs://host/run", Path("gs://bucket/run")])
+def test_a_url_is_refused_before_anything_is_made(
+    place: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Network()
+    with pytest.raises(df.RecordingError, match=r"looks like a URL; expected a directory"):
+        df.record(model, SGD(model.parameters(), lr=0.1), place)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
+    train(tmp_path / "2024-01-01 12:30" / "s3:")
+    assert df.Memory.open(tmp_path / "2024-01-01 12:30" / "s3:").steps == 12

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dualform.errors import RecordingError
-from dualform.layers import NamePatterns, chosen_names
+from dualform.layers import NamePatterns, chosen_names, is_chosen
 from dualform.memory.copying import SourceMemory
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -86,7 +86,18 @@ def choose(
 def _with_error_signals(memory: SourceMemory, asked: bool | str | Sequence[str]) -> Sequence[str]:
     if isinstance(asked, bool):
         return memory.layers if asked else ()
-    return chosen_names(memory.layers, asked, "error_signals") if asked else ()
+    if not asked:
+        return ()
+    found = chosen_names(memory.layers, asked, "error_signals")
+    has = [name for name in memory.layers if memory.layer(name).has_error_signals]
+    for pattern in [asked] if isinstance(asked, str) else asked:
+        if not any(is_chosen(name, pattern) for name in has):
+            raise RecordingError(
+                f"error_signals={pattern!r} was given, but of what it names {memory.path} holds "
+                f"keys alone; layers with error signals: {', '.join(has) or 'none'}. Name those "
+                "that are to keep theirs, or False for none"
+            )
+    return found
 
 
 def _ranks(

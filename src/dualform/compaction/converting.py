@@ -29,7 +29,7 @@ from dualform.errors import DualFormError, QueryError, RecordingError
 from dualform.layers import NamePatterns
 from dualform.memory import Memory
 from dualform.memory.copying import MemoryCopy, SourceMemory
-from dualform.memory.files import MANIFEST
+from dualform.memory.files import MANIFEST, local_path
 
 Progress = Callable[[int, int], None]
 STAGES, STAGE = 4, 1000
@@ -66,7 +66,7 @@ def compact(
         >>> df.compact("runs/digits", "runs/tiny", rank={"fc1": 16})       # doctest: +SKIP
     """
     source = SourceMemory.reopen(memory.path if isinstance(memory, Memory) else Path(memory))
-    path = Path(destination)
+    path = local_path(destination)
     _refuse_destination(source, path, overwrite)
     choices = choose(source, layers, error_signals, dtype, rank)
     gone = sorted(choices.summed | choices.compacted)

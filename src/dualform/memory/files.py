@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from dualform.errors import MemoryFileError
+from dualform.errors import MemoryFileError, RecordingError
 from dualform.memory.checksums import crc32
 from dualform.memory.liveness import LOCK, PROGRESS
 from dualform.memory.tensor_files import TensorFile as TensorFile
@@ -49,11 +49,25 @@ OWN_NAMES = frozenset({MANIFEST, TEMPORARY, INITIAL, SEGMENTS, SNAPSHOTS, PROGRE
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` and `snapshots` are called."""
 
+URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)
+"""How an address begins, `s3://…`; one slash is left of two where it has been made a path."""
+
 NO_VALUE = int(np.iinfo(np.int64).min)
 """What an integer column holds for a pattern that has no value there."""
 
 WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
 """What reading a field that is not what it should be can raise."""
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Where a memory is to be written; `RecordingError` if that is an address, no directory."""
+    if URL.match(os.fspath(path)):
+        raise RecordingError(
+            f"{os.fspath(path)} was given as the place of a memory, which looks like a URL; "
+            "expected a directory on this machine. Write into one and copy it from there: a memory "
+            "is ordinary files (a directory that is really called so has an absolute path)"
+        )
+    return Path(path)
 
 
 def sync_directory(path: Path) -> None:

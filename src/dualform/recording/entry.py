@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.layers import NamePatterns
+from dualform.memory.files import local_path
 from dualform.recording.recorder import Recorder
 from dualform.recording.sink import SEGMENT_BYTES
 from dualform.recording.storage import Storage, chosen
@@ -111,7 +112,7 @@ def record(
     return Recorder(
         model,
         listed,
-        Path(path),
+        local_path(path),
         layers=layers,
         audit=audit,
         every=every,
