@@ -500,6 +500,41 @@ def test_a_checkpoint_between_fingerprints_is_found_by_replaying(
     assert_rebuilt(model, tmp_path / "run")
 
 
+def test_with_keys_alone_a_checkpoint_between_fingerprints_is_told_where_to_go(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    options: dict[str, Any] = {"error_signals": False}
+    with df.record(model, optimizer, tmp_path / "run", **options) as recorder:
+        train(model, optimizer, 5)
+        recorder.flush()
+        flushed = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, 4, start=5)
+        between = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, 3, start=9)
+        recorder.flush()
+        train(model, optimizer, 80, start=12)
+    model.load_state_dict(between[0])
+    optimizer.load_state_dict(between[1])
+    message = (
+        r"that they can be compared with.* keys alone do not.* can be resumed from are "
+        r"steps \[5, 12\], .*recorder\.flush\(\)"
+    )
+    with (
+        pytest.raises(df.RecordingError, match=message),
+        df.record(model, optimizer, tmp_path / "run", resume=True, **options),
+    ):
+        pass
+    model.load_state_dict(flushed[0])
+    optimizer.load_state_dict(flushed[1])
+    with df.record(model, optimizer, tmp_path / "run", resume=True, **options) as resumed:
+        assert resumed.steps == 5
+        train(model, optimizer, 4, start=5)
+    assert_rebuilt(model, tmp_path / "run")
+
+
 def test_weights_of_no_step_are_refused(tmp_path: Path) -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=3e-3)

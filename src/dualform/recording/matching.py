@@ -199,15 +199,44 @@ def _nothing_fits(
     apart = np.full(memory.steps + 1, np.inf) if between is None else between
     for seen in prints:
         apart[seen.step] = max(off_by(seen.weights[t.name], t.weights) / t.size for t in targets)
+    if between is None:
+        return _not_at_a_print(memory, [p.step for p in prints], apart)
     nearest = int(np.argmin(apart))
-    steps = "" if between is None else ", and with the steps in between as the log predicts them"
     return RecordingError(
         f"the model's weights are not those of any step of {memory.path}. They were compared with "
-        f"the {len(prints)} fingerprints of steps 0 to {memory.steps}{steps}. The nearest is step "
-        f"{nearest}, where they still differ by {apart[nearest]:.2g} of their size. Load a "
-        f"checkpoint of this run, saved between two updates (step {memory.steps} is the last one "
-        "recorded), or record into a new path"
+        f"the {len(prints)} fingerprints of steps 0 to {memory.steps}, and with the steps in "
+        f"between as the log predicts them. The nearest is step {nearest}, where they still differ "
+        f"by {apart[nearest]:.2g} of their size. Load a checkpoint of this run, saved between two "
+        f"updates (step {memory.steps} is the last one recorded), or record into a new path"
     )
+
+
+def _not_at_a_print(memory: Memory, prints: Sequence[int], apart: Reals) -> RecordingError:
+    """Where nothing leads from one fingerprint to the next: which of them can be gone on from."""
+    sums = kept_sums(memory).values()
+    possible = [s for s in prints if all(s <= since or s in kept for since, kept in sums)]
+    near = sorted(sorted(possible, key=lambda s: apart[s])[:2])
+    differ = " and ".join(f"{apart[s]:.2g}" for s in near)
+    return RecordingError(
+        f"the model's weights are not those of any step of {memory.path} that they can be compared "
+        f"with: it has {len(prints)} fingerprints of steps 0 to {memory.steps}, and what is kept "
+        "does not lead from one to the next (under Adam and its relatives, keys alone do not), so "
+        "a checkpoint saved in between is not found. The nearest that can be resumed from are "
+        f"steps {near}, where they differ by {differ} of their size. Load a checkpoint of one of "
+        "those, or record into a new path; calling recorder.flush() whenever you save a checkpoint "
+        "makes its step one of them"
+    )
+
+
+def kept_sums(memory: Memory) -> dict[str, tuple[int, set[int]]]:
+    """Of which parameters only a sum is known: since when, and at which steps it is kept."""
+    found: dict[str, tuple[int, set[int]]] = {}
+    for name, known in memory.parameters.items():
+        if known.accumulated_since is not None:
+            found[name] = known.accumulated_since, set(memory.learned_steps(name))
+        elif known.coverage == "patterns" and (moved := memory.is_unrecorded(name)).any():
+            found[name] = int(np.argmax(moved)), set(memory.unrecorded_steps(name))
+    return found
 
 
 def _wrong_momentum(memory: Memory, step: int, name: str) -> RecordingError:

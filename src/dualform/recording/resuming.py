@@ -37,7 +37,7 @@ from dualform.recording.accounts import StepAccounts
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.findings import Findings
 from dualform.recording.fingerprints import states_fingerprint
-from dualform.recording.matching import find_step
+from dualform.recording.matching import find_step, kept_sums
 from dualform.recording.parameters import Parameters, Watched
 from dualform.recording.sums import Accumulated
 from dualform.recording.tags import RESERVED, Tags
@@ -213,13 +213,7 @@ class Resumption:
 
     def _refuse_accumulated(self, step: int) -> None:
         """Where only a sum of gradients is known, the steps between are lost for good."""
-        memory = self.memory
-        summed: dict[str, tuple[int, set[int]]] = {}  # since when, and where the sum is kept
-        for name, known in memory.parameters.items():
-            if known.accumulated_since is not None:
-                summed[name] = known.accumulated_since, set(memory.learned_steps(name))
-            elif known.coverage == "patterns" and (moved := memory.is_unrecorded(name)).any():
-                summed[name] = int(np.argmax(moved)), set(memory.unrecorded_steps(name))
+        summed = kept_sums(self.memory)
         missing = [n for n, (since, there) in summed.items() if since < step and step not in there]
         if missing:
             name, since = missing[0], summed[missing[0]][0]
