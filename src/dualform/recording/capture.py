@@ -40,6 +40,9 @@ is_any_autocast_on: Callable[[], bool]
 is_any_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Four times as quick as asking about one device, and hardly ever is there any."""
 
+running_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""torch's number of the backward pass that is running in this thread; -1: none is."""
+
 is_graph_kept: Callable[[], bool]
 is_graph_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 """Whether the backward pass now running leaves its graph to be gone through once more."""
@@ -202,12 +205,15 @@ class Capture:
         else:
             patterns = as_patterns(kind, key), flattened(error_signal)
             shape = leading_shape(kind, key)
-        self.on_patterns(layer, *patterns, shape, context, torch._C._current_graph_task_id())
+        self.on_patterns(layer, *patterns, shape, context, running_pass())
+
+
+_will_execute = torch._C._will_engine_execute_node
 
 
 def will_accumulate(node: Node) -> bool:
     """Whether the backward pass now running will add to this parameter's `.grad`."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(_will_execute(node))
     except RuntimeError:  # torch.autograd.grad asked for this very parameter: nothing is added
         return False

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_module
@@ -30,7 +29,7 @@ from dualform.layers.embedding import without_padding
 from dualform.layers.multihead import as_given, batch_in, is_attention, projections
 from dualform.layers.naming import identity_of, identity_of_use, layer_of
 from dualform.layers.uses import Graph, Unknown, Use, in_transform, tensors_in
-from dualform.recording.capture import Capture, will_accumulate
+from dualform.recording.capture import Capture, running_pass, will_accumulate
 from dualform.recording.parameters import Parameters, Watched
 from dualform.recording.sink import Sink
 
@@ -196,9 +195,7 @@ class GraphCapture:
                 if batch is not None:
                     pair = as_given(batch, pair[0]), as_given(batch, pair[1])
                     leading = leading[::-1]
-                capture.on_patterns(
-                    layer, *pair, leading, context, torch._C._current_graph_task_id()
-                )
+                capture.on_patterns(layer, *pair, leading, context, running_pass())
 
         if use.unfolded is not None:
             use.unfolded.register_prehook(unfold)

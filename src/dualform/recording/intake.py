@@ -194,7 +194,7 @@ class Intake:
             self._findings.unexplained_gradient(step, trained[0], change)
         for watched in trained:
             watched.seen = step
-        return Noted(Visit(step, current.microbatch, context.call, shape, tag), trained, anew)
+        return Noted(Visit(step, current.microbatch, context[2], shape, tag), trained, anew)
 
     def _note_and_keep(
         self,
@@ -214,7 +214,7 @@ class Intake:
         for watched in trained:
             watched.backward, watched.seen = number, step
         self._gradients.change_of_trained(layer, trained)
-        visit = Visit(step, current.microbatch, context.call, shape, tag)
+        visit = Visit(step, current.microbatch, context[2], shape, tag)
         noted = Noted(visit, trained, anew)
         self._keep_later(layer, keys, error_signals, versions, current, noted)
 
@@ -228,12 +228,12 @@ class Intake:
         self, layer: Layer, keys: Tensor, shape: tuple[int, ...], context: Context, step: int
     ) -> Tag | None:
         """The tag of the patterns, if they have one; raises if it is not theirs."""
-        tag = context.tag
-        if context.inside:
+        tag, is_stale, _, is_inside = context
+        if is_inside:
             refuse_reentrant(layer)
         if tag is None or (layer.kind == "embedding" and not tag.is_of(keys, shape)):
             return None
-        if context.stale:
+        if is_stale:
             refuse_untagged(layer.name, shape, step)
         tag.check(layer.name, shape)
         return tag

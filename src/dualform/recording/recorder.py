@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,7 +30,7 @@ from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_c
 from dualform.layers.naming import possible_names
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.buffers import BufferWatch
-from dualform.recording.capture import Capture
+from dualform.recording.capture import Capture, running_pass
 from dualform.recording.clerk import Clerk
 from dualform.recording.commits import Commits
 from dualform.recording.description import describe
@@ -339,13 +338,14 @@ class Recorder:
 
     def _context(self, layer: Layer) -> Context:
         """What is true of a forward call: its tag, and whether that is stale; which call it is."""
-        self._calls += 1
-        self._first_use.setdefault(layer, len(self._first_use))
+        self._calls = call = self._calls + 1
+        if layer not in self._first_use:
+            self._first_use[layer] = len(self._first_use)
         if self._steps.accountant.is_urgent:
             self._steps.accountant.wake()
         tag = self._tag
         stale = tag is not None and tag.update != self._updates
-        return Context(tag, stale, self._calls, torch._C._current_graph_task_id() != -1)
+        return tag, stale, call, running_pass() != -1
 
     def _on_patterns(
         self,
@@ -444,7 +444,7 @@ class Recorder:
         """
         parts = self._parameters.of_layer(layer)
         if not any(map(self._steps.moved, parts)):
-            running = torch._C._current_graph_task_id()
+            running = running_pass()
             if running != -1 and any(part.backward == running for part in parts):
                 return
             self._clerk.wait()

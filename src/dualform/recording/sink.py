@@ -167,7 +167,7 @@ class DiskSink(Sink):
         if for_signals is not None:
             error_signals = current.append(for_signals, error_signals)
         visits.append(visit)
-        columns = 3 if visit.tag is None else 3 + len(visit.tag.columns)
+        columns = 3 if visit.tag is None else 3 + len(visit.tag.given)
         current.add_bytes(VISIT_BYTES + 8 * columns * kept_keys.shape[0])
         self._keep_within_bounds(current)
         return kept_keys, error_signals

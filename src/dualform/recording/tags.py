@@ -31,12 +31,26 @@ KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": 
 
 @dataclass(eq=False, slots=True)
 class Tag:
-    """The columns given by one call of `recorder.tag`, as stored: int64 or float64 arrays."""
+    """The columns given by one call of `recorder.tag`, as stored: int64 or float64.
 
-    columns: dict[str, NDArray[Any]]
+    They may be tensors until somebody asks for them, which is seldom the training thread.
+    """
+
+    given: dict[str, NDArray[Any] | Tensor]
     update: int
     microbatch: int
+    _columns: dict[str, NDArray[Any]] | None = None
     _fits: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """By name, as arrays."""
+        if self._columns is None:
+            self._columns = {
+                name: values.numpy() if isinstance(values, Tensor) else values
+                for name, values in self.given.items()
+            }
+        return self._columns
 
     def check(self, layer: str, shape: tuple[int, ...]) -> None:
         """Raise unless every column can be laid over patterns of this leading shape."""
@@ -81,16 +95,12 @@ class Tag:
         return rows // shape[0] if shape and shape[0] else 1
 
 
-class Context(NamedTuple):
-    """What is true of an input when it is fed, and may no longer be when it is differentiated.
+Context = tuple["Tag | None", bool, int, bool]
+"""What is true of an input when it is fed, and may no longer be when it is differentiated.
 
-    `inside`: fed while a backward pass was running.
-    """
-
-    tag: Tag | None
-    stale: bool
-    call: int
-    inside: bool
+Its tag; whether that is stale; which call it is; whether it was fed amid a backward pass. A plain
+tuple: there is one for every call of every layer.
+"""
 
 
 class Visit(NamedTuple):
@@ -204,15 +214,15 @@ class Tags:
         """One call's columns, checked against each other and against earlier calls."""
         if columns.keys() != self.kinds.keys():
             self._check_names(columns)
-        stored: dict[str, NDArray[Any]] = {}
+        stored: dict[str, NDArray[Any] | Tensor] = {}
         length, differ = -1, False
         for name, value in columns.items():
-            stored[name] = array = self._store(name, value)
-            if array.ndim:
-                differ = differ or length not in (-1, len(array))
-                length = len(array)
+            stored[name] = kept = self._store(name, value)
+            if shape := kept.shape:
+                differ = differ or length not in (-1, shape[0])
+                length = shape[0]
         if differ:
-            sizes = {name: len(array) for name, array in stored.items() if array.ndim}
+            sizes = {name: kept.shape[0] for name, kept in stored.items() if kept.shape}
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
         tag = Tag(stored, update, self._calls)
@@ -248,8 +258,11 @@ class Tags:
         self._written = {name: len(codes) for name, codes in self._codes.items()}
         return {name: strings for name, strings in fresh.items() if strings}
 
-    def _store(self, name: str, value: Any) -> NDArray[Any]:
+    def _store(self, name: str, value: Any) -> NDArray[Any] | Tensor:
         if isinstance(value, torch.Tensor):
+            is_plain = value.dtype is torch.int64 and value.is_cpu and value.dim() <= 2
+            if is_plain and self.kinds.get(name) == "int":  # the usual case
+                return value.clone()
             array = (value if value.is_cpu else value.cpu()).numpy(force=value.requires_grad)
         else:
             array = np.asarray(value)
