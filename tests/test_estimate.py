@@ -38,6 +38,20 @@ def record(model: nn.Module, batch: Tensor, steps: int, path: Path, **settings: 
     return df.Memory.open(path)
 
 
+def test_layers_that_the_optimizer_does_not_have_are_not_counted(tmp_path: Path) -> None:
+    model, batch = with_norms(), torch.randn(32, 64)
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)  # type: ignore[index]
+    with df.record(model, optimizer, tmp_path / "run"):
+        for _ in range(50):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    estimate = df.estimate(model, batch=32, steps=50, inputs=batch, optimizer=optimizer)
+    assert [layer.name for layer in estimate.layers] == ["3"]
+    found = df.Memory.open(tmp_path / "run").bytes_on_disk
+    assert abs(estimate.bytes_on_disk / found - 1) < 0.05
+
+
 @pytest.mark.parametrize(
     ("make", "shape", "settings"),
     [

@@ -27,7 +27,7 @@ from dualform.learning_rules import HYPERPARAMETERS
 from dualform.memory.files import local_path
 from dualform.memory.tensor_files import CHECKSUM_BLOCK, PAGE
 from dualform.recording.commits import SNAPSHOT_SHARE
-from dualform.recording.counting import Calls, count_calls
+from dualform.recording.counting import Calls, count_calls, names_of_trained, trained_by
 from dualform.recording.entry import SNAPSHOT_EVERY, STATE_SHARE, STEP_BUDGET
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 from dualform.recording.opaque import refuse_opaque
@@ -196,8 +196,8 @@ def estimate(
         path: where the memory will go; the estimate then says whether it fits.
         layers: as given to `record`.
         dtype, error_signals, every: what will be stored of patterns, as `record` takes them.
-        optimizer: the one that will train the model: what Adam and its relatives remember is kept
-            now and then, within `state_share` of what is recorded.
+        optimizer: the one that will train the model: layers it does not have are not counted; what
+            Adam and its relatives remember is kept now and then, within `state_share` of the rest.
     """
     counts = {"batch": batch, "steps": steps, "every": every, "examples": examples}
     for name, value in counts.items():
@@ -214,15 +214,15 @@ def estimate(
         given = {layer for layer in list(trained)[:1] if layer.kind == "linear"}
     else:
         calls, given = count_calls(model, trained, inputs, batch, layers)
+    calls = trained_by(optimizer, model, calls)
     storage = Storage(dtype, chosen(error_signals))
     storage.check([*trained, *calls])
-    plan = _Plan(
-        model, calls, batch, steps, tags, every, step_budget, snapshot_every, segment_bytes, storage
-    )
+    sizes = batch, steps, tags, every, step_budget, snapshot_every, segment_bytes
+    plan = _Plan(model, names_of_trained(optimizer, model), calls, *sizes, storage)
     plan.given, plan.examples = given, examples
     if optimizer is not None:
         plan.states = bytes_of_states(optimizer, plan.step_bytes, steps, state_share)
-    plan.uncalled = [layer.name for layer in trained if layer not in calls]
+    plan.uncalled = [la.name for la in trained_by(optimizer, model, trained) if la not in calls]
     place, free = _free_space(path)
     return Estimate(
         batch,
@@ -241,8 +241,7 @@ def estimate(
 
 def _trained_layers(model: nn.Module, chosen: NamePatterns) -> dict[Layer, nn.Module]:
     """The recordable layers that were chosen and of which anything is trained."""
-    found = find_layers(model)
-    others = possible_names(model)
+    found, others = find_layers(model), possible_names(model)
     names = chosen_names((la.name for la in found), chosen, "layers", others, none=True)
     return {
         layer: module
@@ -267,6 +266,7 @@ class _Plan:
     def __init__(
         self,
         model: nn.Module,
+        moving: set[str],
         calls: Mapping[Layer, Calls],
         batch: int,
         steps: int,
@@ -295,7 +295,7 @@ class _Plan:
             if not storage.keeps_error_signals(layer)
             for name in layer.parameters
         }
-        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        trained = {name: p for name, p in self.parameters.items() if name in moving}
         self.unresolved = {name: p for name, p in trained.items() if name not in used}
         self.alone = {name: p for name, p in trained.items() if name in alone}
         self.resolved = {name: p for name, p in trained.items() if name in used - alone}

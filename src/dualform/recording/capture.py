@@ -168,12 +168,12 @@ class Capture:
         if site.is_given and given.requires_grad:
             site.is_given = False
             self._given.discard(site.layer)
-        key = given.detach()
+        key = given  # as it is, with its graph: that costs a call less, and ends with this one's
         if site.layer.kind == "linear":
             if not weight.requires_grad:  # then autograd does not guard it from in-place edits
-                key = key.clone()
+                key = key.detach().clone()
             if is_any_autocast_on() and torch.is_autocast_enabled(key.device.type):
-                key = key.to(output.dtype)  # the kernel multiplied a rounded input
+                key = key.detach().to(output.dtype)  # the kernel multiplied a rounded input
         if self.mark is not None:
             self.mark(made_by)
         context = self.context(site.layer)
@@ -198,11 +198,12 @@ class Capture:
             keys.clear()
         shape: tuple[int, ...]
         if site.padding is not None:
-            error_signal = without_padding(error_signal, key, site.padding)
+            error_signal = without_padding(error_signal, key.detach(), site.padding)
         size = key.shape
         if kind == "linear" and len(size) == 2 and not error_signal.requires_grad:
             patterns, shape = (key, error_signal), (size[0],)  # the usual case
         else:
+            key = key.detach()
             patterns = as_patterns(kind, key), flattened(error_signal)
             shape = leading_shape(kind, key)
         self.on_patterns(layer, *patterns, shape, context, running_pass())

@@ -10,11 +10,12 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
 
 from dualform.errors import DualFormError
 from dualform.layers import Layer, NamePatterns, is_chosen, leading_shape
@@ -22,9 +23,28 @@ from dualform.layers.fast_path import layer_by_layer
 from dualform.layers.naming import identity_of, identity_of_use, layer_of
 from dualform.layers.uses import Graph, Use, tensors_in
 from dualform.recording.graph import parameters_in
+from dualform.recording.parameters import parameters_of
 
 Calls = list[tuple[int, ...]]
 """The leading shapes of a layer's inputs in one step, one per call."""
+
+
+T = TypeVar("T")
+
+
+def trained_by(
+    optimizer: Optimizer | None, model: nn.Module, layers: dict[Layer, T]
+) -> dict[Layer, T]:
+    """Those of the layers that the optimizer has a parameter of; all, if it is not known."""
+    names = names_of_trained(optimizer, model)
+    return {la: value for la, value in layers.items() if not names.isdisjoint(la.parameters)}
+
+
+def names_of_trained(optimizer: Optimizer | None, model: nn.Module) -> set[str]:
+    """The parameters that will move: those that the optimizer has, and that have gradients."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    given = set(map(id, trained.values() if optimizer is None else parameters_of(optimizer)))
+    return {name for name, parameter in trained.items() if id(parameter) in given}
 
 
 def count_calls(

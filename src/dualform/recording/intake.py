@@ -114,6 +114,7 @@ class Intake:
             return
         if not for_clerk:
             self._clerk.wait()
+            keys = keys.detach()
         noted = self._note(layer, keys, current, shape, context)
         if noted is not None and for_clerk:
             self._send(self._keep_later, layer, keys, error_signals, current, noted)
