@@ -263,3 +263,129 @@ def test_a_graph_that_is_kept_gives_its_patterns_twice(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_whole(model, tmp_path / "run", **{"0": 30, "2": 30})
+
+
+@KEYS_ALONE
+@pytest.mark.parametrize("start", [3, 4], ids=["at a step that is recorded", "at another"])
+def test_a_layer_may_come_to_be_trained_at_any_step(
+    tmp_path: Path, options: dict[str, Any], start: int
+) -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with df.record(model, optimizer, tmp_path / "run", every=3, **options):
+        for step in range(30):
+            if step == start:
+                model[0].requires_grad_(True)
+            model(batch(5, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = {"0": 45 if start == 3 else 40, "2": 50}
+    assert assert_whole(model, tmp_path / "run", **rows).remarks == ()
+
+
+class Apart(nn.Module):
+    """Two layers that have nothing to do with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+@KEYS_ALONE
+@pytest.mark.parametrize("together", [0, 3], ids=["from the start", "later"])
+def test_a_gradient_may_wait_for_its_optimizer(
+    tmp_path: Path, options: dict[str, Any], together: int
+) -> None:
+    """A critic that waits for its actor: its patterns come in one step, its update in another."""
+    model = Apart().double()
+    one, other = (SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model.a, model.b))
+    with df.record(model, [one, other], tmp_path / "run", **options):
+        for cycle in range(together + 50):
+            for turn in range(1 if cycle < together else 3):
+                loss = model.a(batch(5, 4)).square().mean()
+                if turn == 0:
+                    loss = loss + model.b(batch(5, 4)).square().mean()
+                loss.backward()
+                one.step()
+                one.zero_grad()
+            other.step()
+            other.zero_grad()
+    rows = {"a": 5 * (together + 150), "b": 5 * (together + 50)}
+    assert assert_whole(model, tmp_path / "run", **rows).remarks == ()
+
+
+@KEYS_ALONE
+def test_a_graph_that_torch_lets_be_gone_through_twice_gives_its_patterns_twice(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Of a frozen weight autograd keeps nothing that it could give back after the first time."""
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    model[0].weight.requires_grad_(False)
+    optimizer = SGD([model[0].bias], lr=0.01)
+    with df.record(model, optimizer, tmp_path / "run", **options):
+        for _ in range(4):
+            output = model(batch(6, 4))
+            output[:3].sum().backward()
+            output[3:].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = assert_whole(model, tmp_path / "run", **{"0": 48})
+    assert (memory.log("0.bias").kappa == 1).all()
+
+
+def test_keys_of_gradients_from_before_an_optimizer_had_them_are_said_to_be_missing(
+    tmp_path: Path,
+) -> None:
+    model = network()
+    optimizer = SGD(model[2].parameters(), lr=0.01)
+
+    def train() -> None:
+        with df.record(model, optimizer, tmp_path / "run", error_signals=False):
+            for step in range(10):
+                model(batch(5, 4)).square().mean().backward()
+                if step == 5:
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"keys may be missing.* no optimizer had it"):
+        train()
+    assert_whole(model, tmp_path / "run", **{"0": 25, "2": 50})
+
+
+def test_edited_gradients_are_one_warning_and_one_remark(tmp_path: Path) -> None:
+    """No key is missing then, but nobody can know that."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.01)
+
+    def train() -> None:
+        with df.record(model, optimizer, tmp_path / "run", error_signals=False):
+            for _ in range(3):
+                model(batch(5, 4)).square().sum().backward()
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="keys may be missing") as warned:
+        train()
+    (remark,) = assert_whole(model, tmp_path / "run").remarks
+    assert len(warned) == 1
+    assert remark.endswith("The same goes for 0.bias, 2.weight, 2.bias")
+
+
+def test_weights_that_come_and_go_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    """`functional_call` with computed weights: their identities are used again and again."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with df.record(model, optimizer, tmp_path / "run", error_signals=False):
+        for step in range(40):
+            if step % 2:
+                weights = {name: 1.0 * p for name, p in model.named_parameters()}
+                output = torch.func.functional_call(model, weights, (batch(5, 4),))
+            else:
+                output = model(batch(5, 4))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_whole(model, tmp_path / "run", **{"0": 200, "2": 200})

@@ -395,8 +395,8 @@ class ParameterAudit:
         if not off <= bound:
             raise Unexplained(
                 f"its weights are {off:.3g} away from where the learning rule puts them (rounding "
-                f"allows {bound:.3g}). Was it changed outside optimizer.step(), or is the "
-                "optimizer not what it says?"
+                f"allows {bound:.3g}). Was it changed outside optimizer.step(), or its gradient "
+                "after it, past torch (.data, .numpy())? Or is the optimizer not what it says?"
             )
         if anchor:
             self.start_from(real, largest)

@@ -99,7 +99,7 @@ class Capture:
         """Other modules to look at, by identity, and who does."""
         self.mark: Callable[[Node], None] | None = None
         """If asked for: told the graph's node of every output seen."""
-        self._nodes: dict[int, tuple[torch.dtype, torch.device, Node]] = {}
+        self._nodes: dict[int, tuple[Tensor, tuple[torch.dtype, torch.device], Node]] = {}
         for module in layers:
             for parameter in layers[module].parameters():
                 if parameter.requires_grad:  # now: inside torch.func transforms it cannot be asked
@@ -126,9 +126,12 @@ class Capture:
     def node(self, parameter: Tensor) -> Node:
         """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
         known = self._nodes.get(id(parameter))
-        if known is None or known[:2] != (parameter.dtype, parameter.device):
+        nature = parameter.dtype, parameter.device
+        if known is None or known[0] is not parameter or known[1] != nature:
             node = get_gradient_edge(parameter).node
-            known = self._nodes[id(parameter)] = parameter.dtype, parameter.device, node
+            known = parameter, nature, node
+            if parameter.is_leaf:  # others come and go
+                self._nodes[id(parameter)] = known
         return known[2]
 
     def remove(self) -> None:
@@ -161,7 +164,8 @@ class Capture:
                 refuse_parametrized(site.layer, "bias")
             trained = (p for p in (weight, bias) if p is not None and p.requires_grad)
             site.nodes = tuple(map(self.node, trained))
-            site.weight, site.bias, site.nature = weight, bias, nature
+            site.bias, site.nature = bias, nature
+            site.weight = weight if weight.is_leaf else None  # else it is looked at every time
         if not site.nodes:
             return
         given = args[0] if args else kwargs["input"]
@@ -177,13 +181,15 @@ class Capture:
         if self.mark is not None:
             self.mark(made_by)
         context = self.context(site.layer)
-        made_by.register_prehook(partial(self._backward, site, site.nodes, [key], context))
+        # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
+        held = [key] if weight.requires_grad else (key,)
+        made_by.register_prehook(partial(self._backward, site, site.nodes, held, context))
 
     def _backward(
         self,
         site: Site,
         nodes: tuple[Node, ...],
-        keys: list[Tensor],
+        keys: list[Tensor] | tuple[Tensor],
         context: Any,
         error_signals: tuple[Tensor | None, ...],
     ) -> None:
@@ -194,8 +200,8 @@ class Capture:
         if not self._active or not any(map(will_accumulate, nodes)):
             return
         key, kind = keys[0], layer.kind
-        if not is_graph_kept():  # the loop may hold on to its loss, and so to this hook
-            keys.clear()
+        if isinstance(keys, list) and not is_graph_kept():
+            keys.clear()  # the loop may hold on to its loss, and so to this hook
         shape: tuple[int, ...]
         if site.padding is not None:
             error_signal = without_padding(error_signal, key.detach(), site.padding)

@@ -20,6 +20,7 @@ LEFT_OVER = (
 )
 
 MOST_REMARKS = 100
+MOST_NAMES = 8
 
 
 class Findings:
@@ -29,7 +30,8 @@ class Findings:
         self._strict = strict
         self._trouble: str | None = None
         self._remarks: list[str] = []
-        self._incomplete: set[str] = set()  # parameters of which keys may be missing
+        self._incomplete: dict[str, None] = {}  # parameters of which keys may be missing
+        self._incomplete_keys = ""
         self._first_step = 0
         self.exact = True
         self.dropped = 0
@@ -39,7 +41,12 @@ class Findings:
     def remarks(self) -> tuple[str, ...]:
         """What was dropped or could not be explained so far, in sentences."""
         dropped = f"{self.dropped} patterns of skipped steps were dropped"
-        return (*self._remarks, *([dropped] if self.dropped else []))
+        incomplete, others = self._incomplete_keys, list(self._incomplete)[1:]
+        if others:
+            more = f" and {len(others) - MOST_NAMES} more" if len(others) > MOST_NAMES else ""
+            incomplete += f". The same goes for {', '.join(others[:MOST_NAMES])}{more}"
+        own = [*([incomplete] if incomplete else []), *([dropped] if self.dropped else [])]
+        return (*self._remarks, *own)
 
     def restore(self, step: int, exact: bool, remarks: tuple[str, ...]) -> None:
         """A resumed run: the step it goes on from, and what was found before."""
@@ -60,16 +67,16 @@ class Findings:
         self.not_exact(message)
 
     def incomplete_keys(self, step: int, watched: Watched, reason: str) -> None:
-        """Said once of a parameter: where keys alone are kept, nothing else depends on them."""
-        if watched.name in self._incomplete:
-            return
-        self._incomplete.add(watched.name)
-        message = (
-            f"step {step}, parameter {watched.name!r}: {reason} Error signals are not kept, so the "
-            "weights are accounted for all the same; but if keys are missing, attention misses them"
-        )
-        warnings.warn(f"dualform: keys may be missing. {message}", stacklevel=2)
-        self.remark(message)
+        """Of the first parameter it is said in full: there, keys alone are kept."""
+        if not self._incomplete:
+            self._incomplete_keys = (
+                f"step {step}, parameter {watched.name!r}: {reason} Error signals are not kept, so "
+                "the weights are accounted for all the same; but if keys are missing, attention "
+                "misses them"
+            )
+            message = f"dualform: keys may be missing. {self._incomplete_keys}"
+            warnings.warn(message, stacklevel=2)
+        self._incomplete[watched.name] = None
 
     def changed_by_hand(self, step: int, watched: Watched, reason: str) -> None:
         """Found before the next update; but weights or state are not the last one's any more."""

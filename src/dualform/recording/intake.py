@@ -135,6 +135,7 @@ class Intake:
                 and self._steps.is_recorded
                 and all(map(is_trained, self._all))
             )
+            self._steps.passed_at = self._steps.step
             if is_first and is_clear:
                 self._steps.clear_at = self._steps.step
             found = Pass(backward, self._steps.step, number, is_simple)

@@ -32,6 +32,7 @@ from dualform.memory.writing import MemoryWriter
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.capture import Capture, running_pass
 from dualform.recording.clerk import Clerk
+from dualform.recording.closures import read_before_moving
 from dualform.recording.commits import Commits
 from dualform.recording.description import describe
 from dualform.recording.edits import Edits
@@ -46,7 +47,7 @@ from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
 from dualform.recording.sink import SETS, DiskSink, Sink
-from dualform.recording.steps import Steps, read_before_moving, unknown_rule
+from dualform.recording.steps import Steps, unknown_rule
 from dualform.recording.storage import Storage
 from dualform.recording.tags import Context, Tag, Tags
 

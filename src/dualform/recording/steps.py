@@ -72,6 +72,8 @@ class Steps:
         clerk: Clerk,
     ) -> None:
         self.step = 0
+        self.passed_at = -1
+        """The last step in which a backward pass was seen."""
         self.clear_at = -1
         """The last step in which there was no gradient at all before its first backward pass."""
         self.stepped: list[Optimizer] = []
@@ -192,8 +194,11 @@ class Steps:
             )
         if watched.coverage == "untrained":
             self._decide_coverage(watched, gradient)
-        if self.checks_keys and watched.keys_alone and watched.coverage != "patterns":
-            self._check_keys(watched, gradient)
+        if watched.keys_alone and watched.coverage != "patterns":
+            if watched.audit.first < self.step and watched.audit.first <= watched.passed_by:
+                self._findings.incomplete_keys(self.step, watched, self._passed_by(watched))
+            elif self.checks_keys:
+                self._check_keys(watched, gradient)
         state = reading.optimizer.state.get(watched.parameter)
         fresh = not state if watched.rule is not None else is_fresh(state)
         transition = None
@@ -237,19 +242,21 @@ class Steps:
         else:
             reading.resolved.append((move, gradient, version_of(gradient)))
             if move.first < self.step and move.first <= watched.passed_by:
-                self._findings.unexplained_gradient(
-                    self.step,
-                    watched,
-                    f"its gradient was carried over from step {move.first}, and it was frozen at "
-                    f"step {watched.passed_by}, or no optimizer had it, where its layer had "
-                    "patterns: they are not in it, or were not kept. Freeze, unfreeze and give "
-                    "parameters to an optimizer right after an update, with gradients reset.",
-                )
+                reason = self._passed_by(watched)
+                self._findings.unexplained_gradient(self.step, watched, reason)
+
+    def _passed_by(self, watched: Watched) -> str:
+        return (
+            f"its gradient was carried over from step {watched.audit.first}, and it was frozen at "
+            f"step {watched.passed_by}, or no optimizer had it, where its layer had patterns: they "
+            "are not in it, or were not kept. Freeze, unfreeze and give parameters to an optimizer "
+            "right after an update, with gradients reset."
+        )
 
     def _decide_coverage(self, watched: Watched, gradient: Tensor) -> None:
         """A parameter's first gradient: are there patterns that explain it? Zero needs none."""
         resolvable = watched.layers and watched.resolved and not watched.by_steps
-        if watched.keys_alone and watched.seen != self.step and not is_reset(gradient):
+        if watched.keys_alone and watched.backward == -1 and not is_reset(gradient):
             self._without_patterns(watched)
             watched.by_steps = True
         if resolvable and (watched.audit.uses or is_reset(gradient)):
@@ -267,7 +274,9 @@ class Steps:
             if watched.audit.first == self.step:
                 check_keys(watched, gradient, self.step, self._findings)
             return
-        is_new = self.clear_at == self.step or self.accountant.is_thrown_away(watched.name)
+        is_new = self.clear_at == self.step
+        if self.passed_at != self.step and watched.seen < self.step - 1:  # nothing was seen at all
+            is_new = self.accountant.is_thrown_away(watched.name)
         if is_new and not is_reset(gradient):
             self._findings.incomplete_keys(
                 self.step, watched, "it has a gradient, and its layer was not called."
@@ -463,26 +472,6 @@ class Steps:
         self.stepped = []
         self.step += 1
         return done
-
-
-def read_before_moving(read: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """For an optimizer's pre-hook: `read` now, or, given a closure, after its last backward pass.
-
-    Returns the arguments to go on with, None for those given.
-    """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        read()
-        return None
-
-    def closure_then_read() -> Any:
-        loss = closure()
-        read()
-        return loss
-
-    if len(args) > 1:
-        return (args[0], closure_then_read, *args[2:]), kwargs
-    return args, kwargs | {"closure": closure_then_read}
 
 
 def unknown_rule(optimizers: Iterable[Optimizer]) -> tuple[str, str] | None:

@@ -261,6 +261,7 @@ class Tags:
     def _store(self, name: str, value: Any) -> NDArray[Any] | Tensor:
         if isinstance(value, torch.Tensor):
             is_plain = value.dtype is torch.int64 and value.is_cpu and value.dim() <= 2
+            is_plain = is_plain and value.layout is torch.strided
             if is_plain and self.kinds.get(name) == "int":  # the usual case
                 return value.clone()
             array = (value if value.is_cpu else value.cpu()).numpy(force=value.requires_grad)
