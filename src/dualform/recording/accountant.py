@@ -99,8 +99,8 @@ class Pause(NamedTuple):
     fold: bool
 
 
-Job = Pause | str
-"""What wakes the accountant: "look" what was handed over, a pause, or the "end"."""
+Job = Pause | str | Callable[[], None]
+"""What wakes the accountant: "look" what was handed over, a pause, something else, the "end"."""
 
 
 class Accountant:
@@ -287,6 +287,14 @@ class Accountant:
         learned = self._restart(watched)
         account.sum = None if account.sum is None else learned
 
+    def helps(self, work: Callable[[], None]) -> bool:
+        """Have something else done, once in a while, before the next `catch_up`; False if nobody is
+        there to do it."""
+        if self._thread is None or forks.count != self._forks:
+            return False
+        self._jobs.put(work)
+        return True
+
     def catch_up(self) -> None:
         """Every prediction is up to date."""
         self._wait(fold=False)
@@ -336,12 +344,14 @@ class Accountant:
                 if isinstance(job, Pause) and job.fold:
                     for one in self._sums():
                         one.fold()
+                if callable(job) and self._failure is None:
+                    job()
             except BaseException as error:
                 self._failure = error
             finally:
                 if isinstance(job, Pause):
                     job.lock.release()
-                else:
+                elif job == "look":
                     self._seen += 1
 
     def _follow(self, handed: Handed) -> None:

@@ -93,6 +93,7 @@ class Capture:
         self.context = context
         self.on_patterns = on_patterns
         self._active = True
+        self._pass, self._is_kept = -1, True  # the last backward pass, and whether its graph is
         self._forgotten: set[Layer] = set()
         self._given = {site.layer for site in self._sites.values() if site.is_given}
         self.others: dict[int, OnCall] = {}
@@ -200,7 +201,10 @@ class Capture:
         if not self._active or not any(map(will_accumulate, nodes)):
             return
         key, kind = keys[0], layer.kind
-        if isinstance(keys, list) and not is_graph_kept():
+        running = running_pass()
+        if running != self._pass:
+            self._pass, self._is_kept = running, is_graph_kept()
+        if not self._is_kept and isinstance(keys, list):
             keys.clear()  # the loop may hold on to its loss, and so to this hook
         shape: tuple[int, ...]
         if site.padding is not None:
@@ -212,7 +216,7 @@ class Capture:
             key = key.detach()
             patterns = as_patterns(kind, key), flattened(error_signal)
             shape = leading_shape(kind, key)
-        self.on_patterns(layer, *patterns, shape, context, running_pass())
+        self.on_patterns(layer, *patterns, shape, context, running)
 
 
 _will_execute = torch._C._will_engine_execute_node

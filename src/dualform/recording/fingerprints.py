@@ -8,13 +8,15 @@ weights, and all that its optimizer remembers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.optim import Optimizer
 
 from dualform.learning_rules import State, momentum_buffer
+from dualform.recording.accountant import Accountant
 from dualform.recording.clerk import Clerk
 from dualform.recording.parameters import Parameters, Watched
 
@@ -37,9 +39,14 @@ class Fingerprints:
     """The fingerprints taken since the last commit."""
 
     def __init__(
-        self, parameters: Parameters, optimizers: Sequence[Optimizer], clerk: Clerk
+        self,
+        parameters: Parameters,
+        optimizers: Sequence[Optimizer],
+        clerk: Clerk,
+        accountant: Accountant,
     ) -> None:
-        self._parameters, self._optimizers, self._clerk = parameters, optimizers, clerk
+        self._parameters, self._optimizers = parameters, optimizers
+        self._clerk, self._accountant = clerk, accountant
         self._taken: list[Taken] = []
         self.last = 0
         """The number of updates when the last one was taken."""
@@ -48,7 +55,8 @@ class Fingerprints:
         """Project every parameter, and all that is remembered of it (NaN: there is no momentum).
 
         `compare` is given each parameter's fingerprint to compare it with what was predicted. The
-        clerk sees to what is remembered meanwhile; the training thread looks after the weights.
+        clerk sees to what is remembered; the accountant, if there is one, to the weights meanwhile,
+        and the training thread waits.
         """
         seen = Taken(step, {}, {}, {})
         owned = [
@@ -56,13 +64,17 @@ class Fingerprints:
             for w in self._parameters
         ]
         numbers = sum(w.parameter.numel() for w, owner in owned if owner is not None)
+        weights = partial(_project, seen.weights, self._parameters)
         if self._clerk.is_for(numbers) and all(w.parameter.is_cpu for w, _ in owned):
             self._clerk.help(_remember, seen, owned)
+            if self._accountant.helps(weights):
+                self._accountant.catch_up()
         else:
             _remember(seen, owned)
-        for watched, _ in owned:
-            seen.weights[watched.name] = projected = watched.audit.project(watched.parameter)
-            compare(watched, projected)
+        if not seen.weights:
+            weights()
+        for watched in self._parameters:
+            compare(watched, seen.weights[watched.name])
         self._clerk.wait()
         self._taken.append(seen)
         self.last = step
@@ -86,6 +98,10 @@ class Fingerprints:
                 for name, like in states.items()
             },
         )
+
+
+def _project(weights: dict[str, Array], parameters: Iterable[Watched]) -> None:
+    weights |= {w.name: w.audit.project(w.parameter) for w in parameters}
 
 
 def _remember(seen: Taken, owned: Sequence[tuple[Watched, Optimizer | None]]) -> None:

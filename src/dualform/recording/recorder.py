@@ -297,7 +297,7 @@ class Recorder:
         self._commits = Commits(
             self._steps,
             self._parameters,
-            Fingerprints(self._parameters, self._optimizers, self._clerk),
+            Fingerprints(self._parameters, self._optimizers, self._clerk, self._steps.accountant),
             self._tags,
             self._description,
             snapshot_every=self._snapshot_every,
