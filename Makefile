@@ -3,6 +3,7 @@
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
 #   TORCH_INDEX= make setup          torch from pip's own index instead of PyTorch's CPU builds
 #   ARGS=--again make paper-images   repeat runs that were finished before
+#   ONLY=recording make bench        one benchmark; the other tables stay as they are
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -76,7 +77,7 @@ torture: setup ## kill and interrupt thousands of recordings (KILLS=5000), for h
 bench: setup ## measure recording and asking against the naive ways; one JSON line per row
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[bench]" || \
 	  echo "make bench: no faiss; its rows are left out" >&2
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ONLY)
 
 paper-images: setup ## the paper's image experiments: half an hour on two cores, 10 GB of disk meanwhile
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py $(ARGS)

@@ -1,6 +1,7 @@
-"""Run every benchmark and refresh the table in docs/benchmarks.md.
+"""Run every benchmark and refresh its table in docs/benchmarks.md.
 
-    make bench
+    make bench                   # all of them
+    make bench ONLY=recording    # one of them: the other tables stay as they were measured
 
 Each benchmark prints one JSON line per row: {"bench": ..., "ratio": ..., "target": ..., "ok": ...};
 a target is an upper bound unless the row says "at_least".
@@ -21,12 +22,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
-def rows_of(script: Path, arguments: list[str]) -> list[dict[str, Any]]:
+def rows_of(script: Path) -> list[dict[str, Any]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, "-W", "ignore", str(script), *arguments]
+    command = [sys.executable, "-W", "ignore", str(script)]
     rows = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -59,23 +59,29 @@ def conditions() -> str:
     return (
         f"Measured {today} on {os.cpu_count()} shared cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {torch.__version__}, dualform {dualform.__version__}, "
-        "one training thread, by `make bench`."
+        "one training thread."
     )
 
 
-def main() -> None:
-    rows = [
-        row
-        for script in sorted(HERE.glob("*.py"))
-        if script.name != "run.py"
-        for row in rows_of(script, sys.argv[1:])
-    ]
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
-    content = f"{BEGIN}\n{conditions()}\n\n{table(rows)}\n{END}"
+def refresh(name: str, rows: list[dict[str, Any]]) -> None:
+    """Put a benchmark's table in the place of the one that the page has."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    _, tail = rest.split(end)
+    content = f"{begin}\n{conditions()}\n\n{table(rows)}\n{end}"
     PAGE.write_text(head + content + tail, encoding="utf-8")
-    missed = [row["bench"] for row in rows if row["ok"] is False]
+
+
+def main() -> None:
+    known = sorted(script.stem for script in HERE.glob("*.py") if script.name != "run.py")
+    chosen = sys.argv[1:] or known
+    if unknown := [name for name in chosen if name not in known]:
+        raise SystemExit(f"no benchmark is called {unknown[0]!r}; there are {', '.join(known)}")
+    missed = []
+    for name in chosen:
+        rows = rows_of(HERE / f"{name}.py")
+        refresh(name, rows)
+        missed += [row["bench"] for row in rows if row["ok"] is False]
     if missed:
         raise SystemExit("missed: " + "; ".join(missed))
 
