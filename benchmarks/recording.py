@@ -5,12 +5,13 @@
 MLP 784-800-800-10, batch 128, float32, SGD with momentum, one training thread. All contenders take
 turns, a chunk of steps at a time, so that a noisy machine disturbs them alike; the ratio of a chunk
 is taken against the mean of the plain chunks before and after it, and the median over chunks is
-printed. dualform's chunks belong to one sustained recording of `--steps` steps, audit and checksums
-included, and each chunk waits until everything is on disk before its clock stops.
+printed. Audit and checksums are included, and each chunk of a recording waits until everything is
+on disk before its clock stops.
 
 Where a network happens to lie in memory makes it faster or slower than an equal one, by 1 or 2 % on
-the machine this was written on. Where less than that is at stake, the chunks are those of several
-recordings, each with two networks of its own, made in turns one or the other first.
+the machine this was written on. So the chunks are those of several recordings, each with networks
+of its own, made in turns one or the other first, and warmed up by a chunk that does not count.
+Bytes are those of one more recording, sustained over `--steps` steps.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Way(NamedTuple):
     targets: dict[str, float]
     bytes: int | None = None
     most: int | None = None
-    recordings: int = 1
+    recordings: int = 6
 
 
 WAYS = (
@@ -73,7 +74,7 @@ WAYS = (
         "keys of all layers alone",
         {"error_signals": False},
         {"main-thread CPU": 1.05},
-        recordings=10,
+        recordings=12,
     ),
 )
 
@@ -182,40 +183,38 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--chunk", type=int, default=150)
-    parser.add_argument("--naive", type=int, default=4, help="chunks of the naive ways")
-    parser.add_argument("--others", type=int, default=20, help="chunks of the other settings")
+    parser.add_argument("--chunks", type=int, default=24, help="that count, of every way")
+    parser.add_argument("--naive", type=int, default=1, help="0: without the naive ways")
     parser.add_argument("--path", default=None, help="where to record; default: a temporary place")
     options = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(IMAGES, 784, generator=generator)
     labels = torch.randint(0, 10, (IMAGES,), generator=generator)
-    chunks = options.steps // options.chunk
-    shape = (chunks, options.chunk, BATCH)
+    sustained = options.steps // options.chunk
+    shape = (max(sustained, options.chunks), options.chunk, BATCH)
     batches = torch.randint(0, IMAGES, shape, generator=generator)
     directory = Path(tempfile.mkdtemp(prefix="dualform-bench-", dir=options.path))
     try:
         for way in WAYS:
-            first = way is WAYS[0]
-            rounds = chunks if first else min(chunks, options.others)
-            naive = [Clones(), Pickles(directory / "pickles")] if first else []
             times: Times = {}
-            for number, part in enumerate(torch.chunk(batches[:rounds], way.recordings)):
-                shutil.rmtree(directory / "run", ignore_errors=True)
-                memory = compare(
-                    way, naive[: 2 * bool(options.naive)], options.naive, directory,
-                    images, labels, part, times, plain_first=number % 2 == 0,
-                )  # fmt: skip
-            report(way, times, memory)
-            shutil.rmtree(directory / "run")
+            for number, part in enumerate(torch.chunk(batches[: options.chunks], way.recordings)):
+                others: list[Contender] = []
+                if way is WAYS[0] and number == 0 and options.naive:
+                    others = [Clones(), Pickles(directory / "pickles")]
+                compare(
+                    way, others, directory, images, labels, part, times, plain_first=number % 2 == 0
+                )
+            report_times(way, times)
+            if way.bytes is not None:
+                report_bytes(way, sustain(way, directory, images, labels, batches[:sustained]))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def compare(
     way: Way,
-    naive: list[Contender],
-    naive_rounds: int,
+    others: list[Contender],
     directory: Path,
     images: Tensor,
     labels: Tensor,
@@ -223,32 +222,45 @@ def compare(
     times: Times,
     *,
     plain_first: bool,
-) -> df.Memory:
-    """Chunks of one sustained recording, of plain training and of the naive ways, taking turns."""
+) -> None:
+    """Chunks of one recording, of plain training and of other ways to keep it, taking turns."""
     one = Contender("plain") if plain_first else None
     recorded = Recorded("dualform")
     plain = one or Contender("plain")
+    kept = [recorded, *others]
     run = directory / "run"
     with df.record(recorded.model, recorded.optimizer, run, **way.options) as recorder:
         recorded.recorder = recorder
-        plain.chunk(images, labels, batches[0][:30])
-        if way.recordings > 1:  # the first steps make room in memory, once
-            recorded.chunk(images, labels, batches[0])
-        for index, chunk in enumerate(batches):
-            turn: list[Contender] = [recorded, *(naive if index < naive_rounds else [])]
-            before = measure(lambda some=chunk: plain.chunk(images, labels, some))
-            for contender in turn:
+        for contender in (*kept, plain):  # the first steps make room in memory, once
+            contender.chunk(images, labels, batches[0])
+        before = measure(lambda: plain.chunk(images, labels, batches[0]))
+        for chunk in batches:
+            for contender in kept:
                 cost = measure(lambda c=contender, some=chunk: c.chunk(images, labels, some))
                 after = measure(lambda some=chunk: plain.chunk(images, labels, some))
                 ratios = tuple(2 * c / (a + b) for c, a, b in zip(cost, before, after, strict=True))
                 times.setdefault(contender.name, []).append(ratios)
                 before = after
-            for other in turn[1:]:  # the same batches so far: it must be the same network
+            for other in others:  # the same batches so far: it must be the same network
                 assert_identical(recorded.model, other.model)
+    shutil.rmtree(run)
+
+
+def sustain(
+    way: Way, directory: Path, images: Tensor, labels: Tensor, batches: Tensor
+) -> df.Memory:
+    """The memory of one recording of all the batches."""
+    recorded = Recorded("dualform")
+    run = directory / "sustained"
+    shutil.rmtree(run, ignore_errors=True)
+    with df.record(recorded.model, recorded.optimizer, run, **way.options) as recorder:
+        recorded.recorder = recorder
+        for chunk in batches:
+            recorded.chunk(images, labels, chunk)
     return df.Memory.open(run)
 
 
-def report(way: Way, times: Times, memory: df.Memory) -> None:
+def report_times(way: Way, times: Times) -> None:
     for name, rows in times.items():
         for column, clock in enumerate(CLOCKS):
             values = sorted(row[column] for row in rows)
@@ -263,32 +275,35 @@ def report(way: Way, times: Times, memory: df.Memory) -> None:
                 "chunks": len(values),
             }
             print(json.dumps(line), flush=True)
-    if way.bytes is not None:
-        distinct = memory.layer("0").distinct
-        assert distinct is not None
-        inputs = distinct.rows * SIZES[0] * memory.layer("0").stored.itemsize
-        examples = memory.steps * BATCH
-        per_example = memory.bytes_on_disk / examples
-        ratio = memory.bytes_on_disk / (way.bytes * examples + inputs)
+
+
+def report_bytes(way: Way, memory: df.Memory) -> None:
+    distinct = memory.layer("0").distinct
+    assert distinct is not None
+    assert way.bytes is not None
+    inputs = distinct.rows * SIZES[0] * memory.layer("0").stored.itemsize
+    examples = memory.steps * BATCH
+    per_example = memory.bytes_on_disk / examples
+    ratio = memory.bytes_on_disk / (way.bytes * examples + inputs)
+    line: dict[str, Any] = {
+        "bench": f"{way.name}: bytes on disk / bytes of what is kept, inputs once",
+        "ratio": round(ratio, 4),
+        "target": 1.02,
+        "ok": ratio <= 1.02,
+        "bytes per example": round(per_example),
+        "steps": memory.steps,
+    }
+    print(json.dumps(line), flush=True)
+    if way.most is not None:
+        ratio = (memory.bytes_on_disk - inputs) / examples / way.most
         line = {
-            "bench": f"{way.name}: bytes on disk / bytes of what is kept, inputs once",
+            "bench": f"{way.name}: bytes per example and step, inputs aside / {way.most:,}",
             "ratio": round(ratio, 4),
-            "target": 1.02,
-            "ok": ratio <= 1.02,
-            "bytes per example": round(per_example),
-            "steps": memory.steps,
+            "target": 1.0,
+            "ok": ratio <= 1.0,
+            "inputs": distinct.rows,
         }
         print(json.dumps(line), flush=True)
-        if way.most is not None:
-            ratio = (memory.bytes_on_disk - inputs) / examples / way.most
-            line = {
-                "bench": f"{way.name}: bytes per example and step, inputs aside / {way.most:,}",
-                "ratio": round(ratio, 4),
-                "target": 1.0,
-                "ok": ratio <= 1.0,
-                "inputs": distinct.rows,
-            }
-            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ class ParameterAudit:
         if step is not None and self.parts > 1:
             rows = self.rows_of_turn(step)
             part, whole = self.expected[rows], self.expected
-            if self.can_stand_for_all(float(part.dot(part)), float(whole.dot(whole))):
+            if self.can_stand_for_all(part, whole):
                 self._seen, matrix = rows, matrix[rows]
                 np.copyto(self.projected, self.expected)
         if matrix.dtype != self.probe.dtype:
@@ -225,14 +225,16 @@ class ParameterAudit:
         rows = len(self.projected)
         return slice(rows * turn // self.parts, rows * (turn + 1) // self.parts)
 
-    def can_stand_for_all(self, part: float, whole: float) -> bool:
+    def can_stand_for_all(self, part: NDArray[np.float64], whole: NDArray[np.float64]) -> bool:
         """Whether κ can be told from some rows: those of silent units would explain any factor.
 
-        Given what the patterns of these rows, and of all, sum to, squared. And whether the patterns
+        Given what the patterns of these rows, and of all, sum to. And whether the patterns
         tell what the other rows are: a gradient of lower precision than the weights (autocast) was
         rounded, and moves them by what it is, not by what it should be.
         """
-        return self.gradient_eps <= self.eps and FAIR_SHARE * part >= whole > 0
+        if self.gradient_eps > self.eps:
+            return False
+        return FAIR_SHARE * float(part.dot(part)) >= float(whole.dot(whole)) > 0
 
     def have_seen(self, rows: slice) -> None:
         """Somebody else has looked at these rows of the gradient, and put them in `projected`."""

@@ -13,6 +13,7 @@ from math import sqrt
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers.kinds import write
@@ -25,6 +26,8 @@ from dualform.recording.audit import (
 )
 from dualform.recording.looking import Together
 from dualform.recording.rows import Rows
+
+Array = NDArray[np.float64]
 
 TALL = 1 << 18
 """From this many error signals on, their two sums are taken one after the other."""
@@ -48,12 +51,16 @@ class Audits:
         self._weights, self._momentum, self._expected, self._projected = (
             np.zeros(sum(rows)) for _ in range(4)
         )
-        self._products = np.zeros((3, sum(rows)))
+        self._off, self._products = np.zeros(sum(rows)), np.zeros(sum(rows))
+        self._compared: list[tuple[ParameterAudit, Array, Array]] = []
+        """Of each: what its patterns sum to, and by how much the gradient is off."""
         for audit, start, length in zip(audits, self._starts.tolist(), rows, strict=True):
+            part = slice(start, start + length)
             audit.place(
-                *(a[start : start + length] for a in (self._weights, self._momentum)),
-                *(a[start : start + length] for a in (self._expected, self._projected)),
+                *(a[part] for a in (self._weights, self._momentum)),
+                *(a[part] for a in (self._expected, self._projected)),
             )
+            self._compared.append((audit, self._expected[part], self._off[part]))
         self._together = Together(self._audits, self._expected, self._projected)
         self._sketch = np.concatenate([np.empty(0), *(audit.sketch for audit in audits)])
 
@@ -108,26 +115,24 @@ class Audits:
         """
         if not self._alike:
             return [False] * len(self._audits)
-        expected, products = self._expected, self._products
-        off = self._projected - expected
-        np.multiply(expected, expected, out=products[0])
-        np.multiply(expected, off, out=products[1])
-        np.multiply(off, off, out=products[2])
-        square, along, distance = np.add.reduceat(products, self._starts, axis=1)
-        return [
+        np.subtract(self._projected, self._expected, out=self._off)
+        plain = []
+        for audit, expected, off in self._compared:
+            square, along = float(expected.dot(expected)), float(expected.dot(off))
+            distance = float(off.dot(off))
             # first by what need not be measured: ‖Σ‖, less than the gross sum, or a recent one
-            _is_plain(audit, s, a, d, max(audit.gradient_eps * sqrt(s), audit.recent_rounding))
-            or _is_plain(audit, s, a, d)
-            for audit, s, a, d in zip(
-                self._audits, square.tolist(), along.tolist(), distance.tolist(), strict=True
+            rounding = max(audit.gradient_eps * sqrt(square), audit.recent_rounding)
+            plain.append(
+                _is_plain(audit, square, along, distance, rounding)
+                or _is_plain(audit, square, along, distance)
             )
-        ]
+        return plain
 
     def sketched(self) -> list[float]:
         """u·(grad v) of every parameter, for the log."""
         if not self._alike:
             return [audit.sketched for audit in self._audits]
-        products = np.multiply(self._sketch, self._projected, out=self._products[0])
+        products = np.multiply(self._sketch, self._projected, out=self._products)
         found: list[float] = np.add.reduceat(products, self._starts).tolist()
         return found
 

@@ -9,7 +9,7 @@ it does alone. Here those of all parameters are made together, as far as they ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,8 @@ class Turn(NamedTuple):
     """Where what is seen of them goes."""
     products: list[Tensor]
     """Where it is computed."""
-    cuts: NDArray[Any]
-    """Where parameters and the rows looked at begin, among the rows of all of them."""
-    segments: list[tuple[int, int, int]]
-    """Between which of the cuts a parameter lies, and at which the rows looked at begin."""
+    expected: list[tuple[Array, Array]]
+    """What the patterns of these rows, and of all of the parameter's, sum to."""
 
 
 class Together:
@@ -40,13 +38,11 @@ class Together:
 
     def __init__(self, audits: Sequence[ParameterAudit], expected: Array, projected: Array) -> None:
         self._audits, self._expected, self._projected = audits, expected, projected
-        self._squares = np.empty_like(expected)
         self._turns: dict[int, Turn] = {}
 
     def look_at(self, gradients: Sequence[Tensor], step: int) -> None:
         """Put every parameter's grad·v into `projected`, by its number."""
         turn = self._turn(step)
-        shares = self._shares(turn)
         np.copyto(self._projected, self._expected)
         seen: list[Tensor] = []
         places: list[Tensor] = []
@@ -54,7 +50,7 @@ class Together:
         for number, (audit, gradient) in enumerate(zip(self._audits, gradients, strict=True)):
             rows = turn.rows[number]
             if not can_be_read(gradient, audit) or (
-                rows is not EVERY_ROW and not audit.can_stand_for_all(*shares[number])
+                rows is not EVERY_ROW and not audit.can_stand_for_all(*turn.expected[number])
             ):
                 apart.append((audit, gradient))
                 continue
@@ -70,12 +66,6 @@ class Together:
         for audit, gradient in apart:
             audit.look_at(gradient, step)
 
-    def _shares(self, turn: Turn) -> list[tuple[float, float]]:
-        """Of every parameter: of what its patterns sum to, squared, the rows looked at, and all."""
-        np.multiply(self._expected, self._expected, out=self._squares)
-        sums = np.add.reduceat(self._squares, turn.cuts).tolist()
-        return [(sums[part], sum(sums[first:end])) for first, part, end in turn.segments]
-
     def _turn(self, step: int) -> Turn:
         largest = max(audit.parts for audit in self._audits)
         number = (step + step // largest) % largest
@@ -89,8 +79,6 @@ class Together:
         rows = [audit.rows_of_turn(step) for audit in self._audits]
         whole = [slice(*r.indices(e - s)) for r, s, e in zip(rows, starts, ends, strict=True)]
         parts = [(s + r.start, s + r.stop) for r, s in zip(whole, starts, strict=True)]
-        cuts = sorted({*starts, *(cut for part in parts for cut in part)} - {ends[-1]})
-        where = {cut: number for number, cut in enumerate(cuts)} | {ends[-1]: len(cuts)}
         projected = torch.from_numpy(self._projected)
         return Turn(
             rows,
@@ -99,10 +87,9 @@ class Together:
                 audit.probe.new_empty(stop - start)
                 for audit, (start, stop) in zip(self._audits, parts, strict=True)
             ],
-            np.array(cuts),
             [
-                (where[s], where[a], where[e])
-                for s, (a, _), e in zip(starts, parts, ends, strict=True)
+                (self._expected[a:b], self._expected[start:end])
+                for (a, b), start, end in zip(parts, starts, ends, strict=True)
             ],
         )
 
