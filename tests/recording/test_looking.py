@@ -52,7 +52,8 @@ def test_together_is_one_by_one(dtype: torch.dtype, way: str) -> None:
         for one, other, gradient in zip(together, apart, given, strict=True):
             other.look_at(gradient, step)
             assert one._seen == other._seen
-            assert np.array_equal(one.projected, other.projected)
+            off = np.abs(one.projected - other.projected).max()
+            assert off <= 8 * torch.finfo(dtype).eps  # a product may be summed in another order
         parts.add((together[0]._seen.start, together[0]._seen.stop))
     assert len(parts) == 15  # two of sixteen are silent: then all rows are looked at
     assert (None, None) in parts

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
 import dualform as df
-from dualform.recording.accountant import Routinely
-from dualform.recording.routine import Routine
+from dualform.recording.lent import Lent
+from dualform.recording.plain import Plain
 
 STEPS = 24
 Between = Callable[[int, nn.Module, SGD], None]
@@ -63,18 +64,26 @@ def replaced_gradient(step: int, model: nn.Module, optimizer: SGD) -> None:
         weight.grad = whole[0]
 
 
+def clipped(step: int, model: nn.Module, optimizer: SGD) -> None:
+    if step % 7 == 6:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
 LOOPS = (
     nothing, schedule, missing_gradient, forgotten_momentum,
-    loaded_state, another_order, another_group, replaced_gradient,
+    loaded_state, another_order, another_group, replaced_gradient, clipped,
 )  # fmt: skip
 
+KINDS = {False: Lent, True: Plain}
+"""Which kind of routine there is, with and without error signals."""
 
-def train(path: Path, between: Between, momentum: float, **options: Any) -> nn.Module:
+
+def train(path: Path, between: Between, momentum: float, error_signals: bool) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
     generator = torch.Generator().manual_seed(1)
-    with df.record(model, optimizer, path, error_signals=False, **options):
+    with df.record(model, optimizer, path, error_signals=error_signals):
         for step in range(STEPS):
             inputs = torch.randn(5, 6, generator=generator, dtype=torch.float64)
             model(inputs).square().mean().backward()
@@ -85,23 +94,28 @@ def train(path: Path, between: Between, momentum: float, **options: Any) -> nn.M
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("error_signals", KINDS)
 @pytest.mark.parametrize("between", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_memory_is_the_one_of_steps_read_in_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: Between, momentum: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    between: Between,
+    error_signals: bool,
+    momentum: float,
 ) -> None:
     routinely = []
-    read = Routine.read
+    kind = KINDS[error_signals]
+    read = kind.read
 
-    def counted(routine: Routine, *args: Any) -> Routinely | None:
-        found = read(routine, *args)
-        routinely.append(found is not None)
-        return found
+    def counted(routine: Any, *args: Any) -> bool:
+        routinely.append(read(routine, *args))
+        return routinely[-1]
 
-    monkeypatch.setattr(Routine, "read", counted)
-    model = train(tmp_path / "short", between, momentum)
+    monkeypatch.setattr(kind, "read", counted)
+    model = train(tmp_path / "short", between, momentum, error_signals)
     assert sum(routinely) > STEPS // 3  # else nothing was tested
-    monkeypatch.setattr(Routine, "of", lambda reading: None)
-    other = train(tmp_path / "full", between, momentum)
+    monkeypatch.setattr(kind, "of", lambda *args: None)
+    other = train(tmp_path / "full", between, momentum, error_signals)
     short, full = (df.Memory.open(tmp_path / name) for name in ("short", "full"))
     assert short.exact
     assert full.exact
@@ -111,12 +125,15 @@ def test_the_memory_is_the_one_of_steps_read_in_full(
         one, two = short.log(name), full.log(name)
         for column in ("applied", "kappa", "first", "fresh", "lr", "momentum", "weight_decay"):
             assert (getattr(one, column) == getattr(two, column)).all(), (name, column)
+        seen = short.audit_projections(name), full.audit_projections(name)
+        np.testing.assert_allclose(*seen, rtol=1e-12, atol=1e-15)
     certificate = df.DualForm(model, short).verify()
     assert certificate.passed, certificate
 
 
+@pytest.mark.parametrize("error_signals", KINDS)
 def test_an_update_that_was_broken_off_is_told_from_one_that_was_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_signals: bool
 ) -> None:
     """Ctrl-C inside the optimizer's step, before or after the weights have moved."""
     step = SGD.step
@@ -135,7 +152,7 @@ def test_an_update_that_was_broken_off_is_told_from_one_that_was_made(
 
         monkeypatch.setattr(SGD, "step", SGD.profile_hook_step(broken_off))
         with pytest.raises(KeyboardInterrupt):
-            train(tmp_path / when, nothing, 0.9)
+            train(tmp_path / when, nothing, 0.9, error_signals)
         memory = df.Memory.open(tmp_path / when)
         assert memory.steps == STEPS // 2 - (when == "before")
         assert df.DualForm(None, memory).verify().passed

@@ -288,10 +288,12 @@ class Accountant:
         account.sum = None if account.sum is None else learned
 
     def helps(self, work: Callable[[], None]) -> bool:
-        """Have something else done, once in a while, before the next `catch_up`; False if nobody is
-        there to do it."""
-        if self._thread is None or forks.count != self._forks:
+        """Have something else done, once in a while, before the next `catch_up`; False if nobody
+        can be there to do it."""
+        if forks.count != self._forks:
             return False
+        if self._thread is None:
+            self._start()
         self._jobs.put(work)
         return True
 

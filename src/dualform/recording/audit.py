@@ -124,7 +124,7 @@ class ParameterAudit:
         self.probe64, self.sketch64 = directions or _directions(rows, width, generator)
         exact = parameter.dtype in (torch.float32, torch.float64)
         self.probe = self.probe64.to(parameter.device, parameter.dtype if exact else torch.float32)
-        self.width = width
+        self.shape, self.width = parameter.shape, width
         self._root_width = sqrt(width) if rows >= FEW_ROWS else 1.0
         self.entrywise = rows < FEW_ROWS and width > 1
         self.tiny = float(torch.finfo(parameter.dtype).tiny)

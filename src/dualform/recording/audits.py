@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from math import sqrt
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers.kinds import write
 from dualform.recording.audit import (
     EPSILON,
-    SNAP,
     ParameterAudit,
     Transition,
     advance_along,
 )
-from dualform.recording.looking import Together
+from dualform.recording.looking import Together, is_plain, squares
 from dualform.recording.rows import Rows
-
-Array = NDArray[np.float64]
 
 TALL = 1 << 18
 """From this many error signals on, their two sums are taken one after the other."""
@@ -51,16 +46,13 @@ class Audits:
         self._weights, self._momentum, self._expected, self._projected = (
             np.zeros(sum(rows)) for _ in range(4)
         )
-        self._off, self._products = np.zeros(sum(rows)), np.zeros(sum(rows))
-        self._compared: list[tuple[ParameterAudit, Array, Array]] = []
-        """Of each: what its patterns sum to, and by how much the gradient is off."""
+        self._products = np.zeros(sum(rows))
         for audit, start, length in zip(audits, self._starts.tolist(), rows, strict=True):
             part = slice(start, start + length)
             audit.place(
                 *(a[part] for a in (self._weights, self._momentum)),
                 *(a[part] for a in (self._expected, self._projected)),
             )
-            self._compared.append((audit, self._expected[part], self._off[part]))
         self._together = Together(self._audits, self._expected, self._projected)
         self._sketch = np.concatenate([np.empty(0), *(audit.sketch for audit in audits)])
 
@@ -115,18 +107,20 @@ class Audits:
         """
         if not self._alike:
             return [False] * len(self._audits)
-        np.subtract(self._projected, self._expected, out=self._off)
-        plain = []
-        for audit, expected, off in self._compared:
-            square, along = float(expected.dot(expected)), float(expected.dot(off))
-            distance = float(off.dot(off))
-            # first by what need not be measured: ‖Σ‖, less than the gross sum, or a recent one
-            rounding = max(audit.gradient_eps * sqrt(square), audit.recent_rounding)
-            plain.append(
-                _is_plain(audit, square, along, distance, rounding)
-                or _is_plain(audit, square, along, distance)
-            )
-        return plain
+        sums = squares(self._expected, self._projected - self._expected, self._starts)
+        return list(map(is_plain, self._audits, sums))
+
+    def explain(self, gradients: Sequence[Tensor], step: int) -> bool:
+        """Whether all gradients, in the parameters' order, are plain; if so, until `complete` is
+        called, nothing but `expected` may be used of what they are along the probes."""
+        return self._together.explain(gradients, step)
+
+    def complete(self) -> None:
+        """Put what `explain` has seen where it belongs."""
+        self._together.complete()
+
+    def __len__(self) -> int:
+        return len(self._audits)
 
     def sketched(self) -> list[float]:
         """u·(grad v) of every parameter, for the log."""
@@ -153,28 +147,9 @@ class Audits:
         audit.weights, audit.momentum = audit.weights.copy(), audit.momentum.copy()
 
     @property
-    def can_advance(self) -> bool:
-        """Whether `advance` may be used."""
+    def are_alike(self) -> bool:
+        """Whether `advance`, and `explain`, may be used."""
         return self._alike
-
-
-def _is_plain(
-    audit: ParameterAudit,
-    square: float,
-    along: float,
-    distance: float,
-    rounding: float | None = None,
-) -> bool:
-    """Whether, with E what the patterns sum to, the gradient E + o is E up to rounding.
-
-    Given E·E, E·o and o·o. NaN answers no.
-    """
-    if not square > 1e-300 or not audit.uses:
-        return False
-    if rounding is None:
-        rounding = audit.rounding
-    off_by = SNAP * rounding
-    return along * along <= off_by * off_by * square and distance <= audit.bound_of(rounding) ** 2
 
 
 def see_patterns(

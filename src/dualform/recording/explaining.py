@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.recording.accountant import Routinely
 from dualform.recording.audit import Transition, Unexplained
 from dualform.recording.audits import Audits
 from dualform.recording.findings import Findings
 from dualform.recording.lending import Account
 from dualform.recording.parameters import Watched, is_reset, version_of
+
+if TYPE_CHECKING:
+    from dualform.recording.routine import Routine
 
 CLEAR = 1e3
 """How far above its rounding a parameter's pattern sum must be to tell the factor κ itself."""
@@ -58,8 +61,8 @@ class Reading:
     moves: list[Move] = field(default_factory=list)
     resolved: list[tuple[Move, Tensor, int]] = field(default_factory=list)
     """The moves by gradients that have patterns, and how often each was changed in place."""
-    routinely: Routinely | None = None
-    """Instead of moves: what accounts are to count, where the step is like the last (`Routine`)."""
+    routine: Routine | None = None
+    """Instead of moves: who knows them, where the step is like the last."""
 
     @property
     def changed(self) -> Iterator[Watched]:

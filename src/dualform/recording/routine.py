@@ -1,26 +1,25 @@
-"""An optimizer's step that is like its last one, where accounts follow all of its parameters.
+"""An optimizer's step that is like its last one: what need not be asked again.
 
-Where keys alone are kept, a step asks for little: which gradients were used, under which settings.
-Reading it in full (`steps.py`) parameter by parameter costs more than that is worth. So what does
-not change from step to step is kept here, and only what may have changed is looked at. If anything
-has, the answer is no, and the step is read in full.
+Reading a step in full (`steps.py`), parameter by parameter, costs more than most steps are worth:
+the same parameters, in the same groups, moved by the same rule. What does not change from step to
+step is kept here, and only what may have changed is looked at. If anything has, the answer is no,
+and the step is read in full. `lent.py` and `plain.py` are the two kinds of steps that recur.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from operator import attrgetter, is_
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dualform.learning_rules import hyperparameters
-from dualform.recording.accountant import Accountant, Routinely
 from dualform.recording.audit import Transition
 from dualform.recording.explaining import Move, Reading
-from dualform.recording.lending import Account, Lot, can_be_lent, natures
+from dualform.recording.parameters import Watched
 from dualform.recording.ring import StepRecord
 
 TransitionOf = Callable[[tuple[float, ...], bool, float], Transition]
@@ -30,30 +29,29 @@ gradient_in = attrgetter("grad")
 
 
 class Group(NamedTuple):
-    """One of the optimizer's groups: its parameters and their accounts; had they no buffer?"""
+    """One of the optimizer's groups: its parameters, and whether they had no buffer yet."""
 
     parameters: list[nn.Parameter]
-    accounts: list[Account]
+    watched: list[Watched]
     fresh: bool
 
 
-class Routine:
+class Routine(ABC):
     """The steps of one optimizer, as long as they are alike."""
 
-    def __init__(self, groups: Sequence[Group], optimizer: Optimizer) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[Group], optimizer: Optimizer, transition_of: TransitionOf
+    ) -> None:
+        self._groups, self._transition_of = groups, transition_of
         self._parameters = [p for group in groups for p in group.parameters]
-        self._accounts = [account for group in groups for account in group.accounts]
-        self._natures, self._sizes = natures(self._accounts), [a.bytes for a in self._accounts]
-        self.bytes = sum(self._sizes)
         self._states = list(optimizer.state.values())
         self._fresh = list(map(is_fresh, self._states))
         self._settings: list[tuple[float, ...]] = []
         self._transitions: list[Transition] = []
         self._places = [
-            (account.watched.index, number, group.fresh)
+            (watched.index, number, group.fresh)
             for number, group in enumerate(groups)
-            for account in group.accounts
+            for watched in group.watched
         ]
         in_order = sorted(self._places)
         self._is_all = [i for i, *_ in in_order] == list(range(len(in_order)))
@@ -64,61 +62,17 @@ class Routine:
             [number for _, number, _ in in_order],
         )
 
-    @classmethod
-    def of(cls, reading: Reading) -> Routine | None:
-        """That of a step that was read in full and made; None if it is not such a one.
+    @abstractmethod
+    def read(self, reading: Reading, step: int) -> bool:
+        """Note what the optimizer is about to do; False if it is not what it did the last time."""
 
-        It was fresh, or not, before it was made: there is a momentum buffer now in any case.
-        """
-        groups = []
-        for number, group in enumerate(reading.optimizer.param_groups):
-            moves = [move for move in reading.moves if move.group == number]
-            accounts = [move.account for move in moves if is_lent(move) and move.account]
-            fresh = {move.fresh for move in moves}
-            if not len(accounts) == len(moves) == len(group["params"]) or len(fresh) > 1:
-                return None
-            if fresh == {True} and group["momentum"]:
-                return None
-            groups.append(Group(list(group["params"]), accounts, fresh == {True}))
-        return cls(groups, reading.optimizer)
+    @abstractmethod
+    def take(self, record: StepRecord) -> None:
+        """The optimizer has moved, as it was about to, and that is written down."""
 
-    def read(
-        self, reading: Reading, accountant: Accountant, transition_of: TransitionOf
-    ) -> Routinely | None:
-        """What the optimizer is about to do; None if it is not what it did the last time."""
-        optimizer = reading.optimizer
-        if not self._remembers_as_before(optimizer):
-            return None
-        settings = []
-        for group, known in zip(optimizer.param_groups, self._groups, strict=True):
-            given = group["params"]
-            if len(given) != len(known.parameters) or not all(map(is_, given, known.parameters)):
-                return None
-            settings.append(hyperparameters(group))
-        gradients = list(map(gradient_in, self._parameters))
-        if any(map(is_, gradients, repeat(None))):
-            return None
-        if not can_be_lent(gradients, self._natures, self._sizes):
-            return None
-        lot = Lot.of(self._accounts, gradients)
-        if not accountant.borrows(lot):
-            return None
-        if settings != self._settings:
-            self._settings, self._transitions = settings, []
-            for (_, accounts, fresh), one in zip(self._groups, settings, strict=True):
-                self._transitions += [transition_of(one, fresh, 1.0)] * len(accounts)
-        reading.settings = settings
-        return Routinely(lot, self._transitions)
-
-    def _remembers_as_before(self, optimizer: Optimizer) -> bool:
-        """Whether it has as many groups, and its states are where they were, with what they had."""
-        states = list(optimizer.state.values())
-        return (
-            len(optimizer.param_groups) == len(self._groups)
-            and len(states) == len(self._states)
-            and all(map(is_, states, self._states))
-            and list(map(is_fresh, states)) == self._fresh
-        )
+    @abstractmethod
+    def moves(self, step: int) -> list[Move]:
+        """What was noted, as reading in full would have given it, parameter by parameter."""
 
     def write_down(self, record: StepRecord, step: int, offset: int) -> None:
         """The step in the log; `offset`: how many groups of other optimizers come first."""
@@ -131,23 +85,52 @@ class Routine:
             applied[i], fresh[i], kappa[i], first[i] = True, is_new, 1.0, step
             record.group[i] = offset + number
 
-    def moves(self, did: Routinely, step: int) -> list[Move]:
-        """The same as reading in full would have given it, parameter by parameter."""
-        lot, transitions = did
-        each = zip(transitions, *lot[:3], self._places, strict=True)
-        return [
-            Move(account.watched, 1.0, step, fresh, group, transition, account, grad, (grad, then))
-            for transition, account, grad, then, (_, group, fresh) in each
-        ]
+    def _is_as_before(self, reading: Reading) -> bool:
+        """Whether the optimizer has the parameters it had, and remembers of them what it did.
+
+        Notes its settings, which may be others.
+        """
+        optimizer = reading.optimizer
+        states = list(optimizer.state.values())
+        if (
+            len(optimizer.param_groups) != len(self._groups)
+            or len(states) != len(self._states)
+            or not all(map(is_, states, self._states))
+            or list(map(is_fresh, states)) != self._fresh
+        ):
+            return False
+        settings = []
+        for group, known in zip(optimizer.param_groups, self._groups, strict=True):
+            given = group["params"]
+            if len(given) != len(known.parameters) or not all(map(is_, given, known.parameters)):
+                return False
+            settings.append(hyperparameters(group))
+        if settings != self._settings:
+            self._settings, self._transitions = settings, []
+            for (_, watched, fresh), one in zip(self._groups, settings, strict=True):
+                self._transitions += [self._transition_of(one, fresh, 1.0)] * len(watched)
+        reading.settings = settings
+        return True
+
+
+def groups_of(reading: Reading, is_usual: Callable[[Move], bool]) -> list[Group] | None:
+    """The groups of a step that was read in full and made; None if not all of it is usual.
+
+    They were fresh, or not, before it was made: there is a momentum buffer now in any case.
+    """
+    groups = []
+    for number, group in enumerate(reading.optimizer.param_groups):
+        moves = [move for move in reading.moves if move.group == number]
+        fresh = {move.fresh for move in moves}
+        if len(moves) != len(group["params"]) or len(fresh) > 1 or not all(map(is_usual, moves)):
+            return None
+        if fresh == {True} and group["momentum"]:
+            return None
+        watched = [move.watched for move in moves]
+        groups.append(Group(list(group["params"]), watched, fresh == {True}))
+    return groups
 
 
 def is_fresh(state: dict[str, object] | None) -> bool:
     """Whether SGD remembers nothing of a parameter yet."""
     return not state or state.get("momentum_buffer") is None
-
-
-def is_lent(move: Move) -> bool:
-    """Whether the accountant reads a gradient where it lies, and nobody else asks about it."""
-    lent: Tensor | None = None if move.original is None else move.original[0]
-    plain = move.kappa == 1.0 and move.watched.rule is None and not move.unrecorded
-    return plain and lent is not None and move.gradient is lent

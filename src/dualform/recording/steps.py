@@ -37,7 +37,8 @@ from dualform.recording.learned import Learned
 from dualform.recording.lending import places_of
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of, version_of
-from dualform.recording.routine import Routine, is_fresh
+from dualform.recording.routine import is_fresh
+from dualform.recording.routines import Routines
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
 
@@ -93,7 +94,7 @@ class Steps:
         self._states: dict[str, Tensor] = {}
         self._pending: Reading | None = None
         self._transitions: dict[tuple[Any, ...], Transition] = {}
-        self._routines: dict[Optimizer, Routine] = {}
+        self._routines = Routines(parameters.audits, self.accountant, clerk, self._transition)
 
     @property
     def is_over(self) -> bool:
@@ -148,8 +149,10 @@ class Steps:
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        if unscale == 1.0 and not self.checks_keys and self._read_routinely(optimizer):
-            return
+        if unscale == 1.0 and not self.checks_keys:
+            self._pending = self._routines.read(optimizer, self.step)
+            if self._pending is not None:
+                return
         if self.accountant.lends:
             self.accountant.look_again(places_of(parameters_of(optimizer)))
         reading = Reading(optimizer, unscale)
@@ -166,19 +169,6 @@ class Steps:
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
         self._pending = reading
-
-    def _read_routinely(self, optimizer: Optimizer) -> bool:
-        """Whether this step is like the optimizer's last one, and was noted as such."""
-        routine = self._routines.get(optimizer)
-        if routine is None:
-            return False
-        reading = Reading(optimizer, 1.0)
-        reading.routinely = routine.read(reading, self.accountant, self._transition)
-        if reading.routinely is None:
-            del self._routines[optimizer]
-            return False
-        self._pending = reading
-        return True
 
     def _read_parameter(self, reading: Reading, watched: Watched, gradient: Tensor) -> None:
         if gradient.is_sparse:
@@ -310,10 +300,8 @@ class Steps:
             return
         self.clerk.wait()
         self.accountant.catch_up()
-        if reading.routinely is not None:
-            routine = self._routines[reading.optimizer]
-            reading.moves = routine.moves(reading.routinely, self.step)
-            reading.routinely = None
+        if reading.routine is not None:
+            reading.moves, reading.routine = reading.routine.moves(self.step), None
         for move in reading.moves:
             if move.account is not None and move.gradient is not None:
                 move.watched.audit.look_at(move.gradient)
@@ -333,10 +321,9 @@ class Steps:
         record = self._record
         offset = len(record.hyperparameters)
         record.hyperparameters.extend(reading.settings)
-        if reading.routinely is not None:
-            routine = self._routines[reading.optimizer]
-            routine.write_down(record, self.step, offset)
-            self.accountant.hand_over_routinely(reading.routinely, routine.bytes, record)
+        if reading.routine is not None:
+            reading.routine.write_down(record, self.step, offset)
+            reading.routine.take(record)
             self._wake_accountant()
             self.stepped.append(reading.optimizer)
             return
@@ -364,10 +351,8 @@ class Steps:
                     self.step, move.watched, move.gradient, self._learned_now
                 )
         self.stepped.append(reading.optimizer)
-        if self._known_rules and self.states is None and not reading.resolved:
-            usual = Routine.of(reading)
-            if usual is not None:
-                self._routines[reading.optimizer] = usual
+        if self._known_rules and self.states is None:
+            self._routines.learn(reading)
 
     def _account_for(self, reading: Reading, moves: Sequence[Move]) -> None:
         """Hand over what accounts are to count; keep the gradients of the others, if possible."""
@@ -404,7 +389,7 @@ class Steps:
         if (
             transition is not None
             and len(moves) == len(self._parameters) - len(self.accountant.accounts)
-            and audits.can_advance
+            and audits.are_alike
             and all(move.transition == transition for move in moves)
         ):
             audits.advance(transition)

@@ -1,0 +1,47 @@
+"""Every optimizer's routine, if it has one: learned from one step read in full, until the next."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from dualform.recording.accountant import Accountant
+from dualform.recording.audits import Audits
+from dualform.recording.clerk import Clerk
+from dualform.recording.explaining import Reading
+from dualform.recording.lent import Lent
+from dualform.recording.plain import Plain
+from dualform.recording.routine import Routine, TransitionOf
+
+
+class Routines:
+    """Steps that are like the last one, of every optimizer."""
+
+    def __init__(
+        self, audits: Audits, accountant: Accountant, clerk: Clerk, transition_of: TransitionOf
+    ) -> None:
+        self._audits, self._accountant, self._clerk = audits, accountant, clerk
+        self._transition_of = transition_of
+        self._of: dict[Optimizer, Routine] = {}
+
+    def read(self, optimizer: Optimizer, step: int) -> Reading | None:
+        """What the optimizer is about to do, if that is what it did the last time."""
+        routine = self._of.get(optimizer)
+        if routine is None:
+            return None
+        reading = Reading(optimizer, 1.0, routine=routine)
+        if routine.read(reading, step):
+            return reading
+        del self._of[optimizer]
+        return None
+
+    def learn(self, reading: Reading) -> None:
+        """A step that was read in full and made, by SGD: the next one may be like it."""
+        if reading.unscale != 1.0:
+            return
+        found: Routine | None
+        if reading.resolved:
+            found = Plain.of(reading, self._audits, self._clerk, self._transition_of)
+        else:
+            found = Lent.of(reading, self._accountant, self._transition_of)
+        if found is not None:
+            self._of[reading.optimizer] = found
