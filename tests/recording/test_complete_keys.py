@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dualform as df
-from dualform.recording.steps import CHECK_EVERY
+from dualform.recording.complete_keys import CHECK_EVERY
 
 KEYS_ALONE = pytest.mark.parametrize(
     "options", [{}, {"error_signals": False}], ids=["patterns", "keys alone"]

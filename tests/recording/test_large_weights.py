@@ -219,3 +219,31 @@ def test_asking_all_parameters_at_once_gives_the_answers_each_would_give() -> No
             assert one.travel == pytest.approx(other.travel, rel=1e-12)
             assert one.path == pytest.approx(other.path, rel=1e-12)
             assert one.sketched == other.sketched
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adam"])
+def test_an_edit_of_any_rows_of_a_gradient_is_found_while_recording(
+    tmp_path: Path, rule: str
+) -> None:
+    """Under SGD by the weights, at the next fingerprint; under Adam nothing predicts them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 5))
+    parameters = model.parameters()
+    optimizer = SGD(parameters, lr=0.1) if rule == "SGD" else torch.optim.Adam(parameters)
+    found = "gradient is not in the recorded" if rule == "Adam" else "away from where the learning"
+
+    def run() -> None:
+        with df.record(model, optimizer, tmp_path / "run") as recorder:
+            for step in range(40):
+                model(torch.randn(16, 300)).square().mean().backward()
+                if step == 20:
+                    weight = model[0].weight.grad
+                    assert isinstance(weight, torch.Tensor)
+                    weight[0:20].zero_()  # rows of the first of sixteen parts: not its turn
+                optimizer.step()
+                optimizer.zero_grad()
+            recorder.flush()
+
+    with pytest.raises(df.AuditError, match=found):
+        run()
+    assert df.Memory.open(tmp_path / "run").steps == (20 if rule == "Adam" else 40)

@@ -229,11 +229,6 @@ class Accountant:
         """Whether anything is lent now."""
         return bool(self._loans)
 
-    def is_thrown_away(self, name: str) -> bool:
-        """Whether the loop throws this parameter's gradient away after every update."""
-        account = self.accounts.get(name)
-        return account is not None and account.lends
-
     def make_room(self, places: Collection[int]) -> None:
         """Before a backward pass: gradients lent that are done with are let go of.
 

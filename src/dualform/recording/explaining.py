@@ -78,20 +78,6 @@ class Reading:
                     yield move.watched
 
 
-def check_keys(watched: Watched, gradient: Tensor, step: int, findings: Findings) -> None:
-    """Where keys alone are kept: do the patterns they are of make up all of this gradient?
-
-    Asked once in a while, of gradients that began in this step. The weights are accounted for
-    either way, so training may go on; but a use that was missed is missing from their attention.
-    """
-    audit = watched.audit
-    audit.look_at(gradient)
-    try:
-        audit.explain()
-    except Unexplained as reason:
-        findings.incomplete_keys(step, watched, str(reason))
-
-
 def explain(reading: Reading, audits: Audits, step: int, findings: Findings) -> None:
     """Find the factor κ of every gradient that has patterns."""
     if not reading.resolved:

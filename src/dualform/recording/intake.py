@@ -135,9 +135,8 @@ class Intake:
                 and self._steps.is_recorded
                 and all(map(is_trained, self._all))
             )
-            self._steps.passed_at = self._steps.step
             if is_first and is_clear:
-                self._steps.clear_at = self._steps.step
+                self._steps.complete_keys.clear_at = self._steps.step
             found = Pass(backward, self._steps.step, number, is_simple)
             self._passes[backward] = found
         else:  # another one ran inside of it
@@ -256,8 +255,10 @@ class Intake:
         for watched in trained:
             if watched.is_silent and not watched.resolved:
                 watched.is_silent = is_zero(keys) or is_zero(error_signals)
-        checked = self._steps.checks_keys  # by error signals that are not kept: now or never
-        if audits := {w.name: w.audit for w in trained if w.resolved or checked}:
+        # error signals that are not kept can be looked at now or never
+        is_due = self._steps.complete_keys.is_due(visit.step)
+        asked = (w for w in trained if w.resolved or is_due or w.coverage == "untrained")
+        if audits := {w.name: w.audit for w in asked}:
             later = later and all(w.resolved for w in trained)
             rows = Rows(visit.step, *kept, layer)
             weight, bias = audits.get(layer.weight), audits.get(layer.bias or "")

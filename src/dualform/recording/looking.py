@@ -75,7 +75,7 @@ class Together:
         self._audits, self._expected, self._projected = audits, expected, projected
         self._dtype = audits[0].probe.dtype if audits else torch.float64
         self._natures = [(True, False, torch.strided, self._dtype, a.shape) for a in audits]
-        self._largest = max((audit.parts for audit in audits), default=1)
+        self._largest = 1  # number of parts, of any
         self._turns: dict[int, Turn] = {}
         self._latest: Turn | None = None
 
@@ -122,6 +122,8 @@ class Together:
         return list(map(_nature, gradients)) == self._natures
 
     def _see(self, gradients: Sequence[Tensor], step: int) -> Turn:
+        if not self._turns:
+            self._largest = max(audit.parts for audit in self._audits)
         number = (step + step // self._largest) % self._largest
         turn = self._turns.get(number)
         if turn is None:

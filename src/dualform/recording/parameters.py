@@ -75,6 +75,7 @@ class Watched:
             )
         refuse_16_bits(self.name, self.parameter, rule)
         self.rule = rule
+        self.audit.look_at_all_rows()
 
     def describe(self, accumulated_since: int | None) -> dict[str, Any]:
         """The manifest's entry."""
@@ -137,6 +138,7 @@ class Parameters:
             rule = rules.get(id(parameter))
             if rule is not None:
                 refuse_16_bits(name, parameter, rule)
+                audit.look_at_all_rows()
             state = states.get(id(parameter), {})
             place = index, name, parameter, audit, momentum, state
             left_over = _holds_something(parameter.grad)

@@ -31,7 +31,8 @@ from dualform.recording.accountant import Accountant, Update
 from dualform.recording.accounts import StepAccounts
 from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
-from dualform.recording.explaining import Move, Reading, check_keys, explain
+from dualform.recording.complete_keys import CompleteKeys
+from dualform.recording.explaining import Move, Reading, explain
 from dualform.recording.findings import Findings
 from dualform.recording.learned import Learned
 from dualform.recording.lending import places_of
@@ -41,10 +42,6 @@ from dualform.recording.routine import is_fresh
 from dualform.recording.routines import Routines
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
-
-CHECK_EVERY = 64
-"""Where keys alone are kept: once in so many of the steps with patterns, beginning with the first,
-it is asked whether these are all there are."""
 
 CHANGED = (
     "its gradient was changed in place after it was read, before the update was made (by a hook on "
@@ -73,16 +70,13 @@ class Steps:
         clerk: Clerk,
     ) -> None:
         self.step = 0
-        self.passed_at = -1
-        """The last step in which a backward pass was seen."""
-        self.clear_at = -1
-        """The last step in which there was no gradient at all before its first backward pass."""
         self.stepped: list[Optimizer] = []
         self._parameters = parameters
         self._optimizers = list(optimizers)
         self._path = path
         self._every = every
         self._findings = findings
+        self.complete_keys = CompleteKeys(every, findings)
         self.clerk = clerk
         self.accountant = Accountant(self._start_again)
         self.accounts = StepAccounts(step_budget, parameters.audits, self.accountant, self._learned)
@@ -125,11 +119,6 @@ class Steps:
         """Whether the patterns of this step are kept: of every step, or of every k-th."""
         return self.step % self._every == 0
 
-    @property
-    def checks_keys(self) -> bool:
-        """Whether keys that are kept alone are compared with the gradients of this step."""
-        return self.step % (CHECK_EVERY * self._every) == 0
-
     def needs_patterns(self, watched: Watched) -> bool:
         """Whether the parameter moved in this step, by patterns that are to be kept."""
         i = watched.index
@@ -149,7 +138,7 @@ class Steps:
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        if unscale == 1.0 and not self.checks_keys:
+        if unscale == 1.0 and not self.complete_keys.asks(self.step):
             self._pending = self._routines.read(optimizer, self.step)
             if self._pending is not None:
                 return
@@ -182,13 +171,14 @@ class Steps:
                 f"recording began and is now {watched.parameter.dtype} "
                 f"{list(watched.parameter.shape)}; end the recording, then record into a new memory"
             )
-        if watched.coverage == "untrained":
+        is_first = watched.coverage == "untrained"
+        if is_first:
             self._decide_coverage(watched, gradient)
         if watched.keys_alone and watched.coverage != "patterns":
-            if watched.audit.first < self.step and watched.audit.first <= watched.passed_by:
+            if self._misses_patterns(watched, gradient):
                 self._findings.incomplete_keys(self.step, watched, self._passed_by(watched))
-            elif self.checks_keys:
-                self._check_keys(watched, gradient)
+            else:
+                self.complete_keys.check(watched, gradient, self.step, is_first=is_first)
         state = reading.optimizer.state.get(watched.parameter)
         fresh = not state if watched.rule is not None else is_fresh(state)
         transition = None
@@ -231,9 +221,14 @@ class Steps:
             move.first, move.kappa, move.gradient = self.step, 0.0, gradient
         else:
             reading.resolved.append((move, gradient, version_of(gradient)))
-            if move.first < self.step and move.first <= watched.passed_by:
+            if self._misses_patterns(watched, gradient):
                 reason = self._passed_by(watched)
                 self._findings.unexplained_gradient(self.step, watched, reason)
+
+    def _misses_patterns(self, watched: Watched, gradient: Tensor) -> bool:
+        """Whether a gradient is carried over from before its layer had patterns without it."""
+        first = watched.audit.first
+        return first < self.step and first <= watched.passed_by and not is_reset(gradient)
 
     def _passed_by(self, watched: Watched) -> str:
         return (
@@ -257,20 +252,6 @@ class Steps:
         watched.coverage = "steps"
         if resolvable:
             self._without_patterns(watched)
-
-    def _check_keys(self, watched: Watched, gradient: Tensor) -> None:
-        """One that began in an earlier step holds patterns that were not looked at."""
-        if watched.seen == self.step:
-            if watched.audit.first == self.step:
-                check_keys(watched, gradient, self.step, self._findings)
-            return
-        is_new = self.clear_at == self.step
-        if self.passed_at != self.step and watched.seen < self.step - 1:  # nothing was seen at all
-            is_new = self.accountant.is_thrown_away(watched.name)
-        if is_new and not is_reset(gradient):
-            self._findings.incomplete_keys(
-                self.step, watched, "it has a gradient, and its layer was not called."
-            )
 
     def _transition(self, settings: tuple[float, ...], fresh: bool, unscale: float) -> Transition:
         key = (settings, fresh, unscale)
