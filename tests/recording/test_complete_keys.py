@@ -389,3 +389,20 @@ def test_weights_that_come_and_go_are_not_taken_for_one_another(tmp_path: Path) 
             optimizer.step()
             optimizer.zero_grad()
     assert_whole(model, tmp_path / "run", **{"0": 200, "2": 200})
+
+
+@KEYS_ALONE
+@pytest.mark.parametrize("rule", BOTH)
+def test_a_frozen_weight_whose_gradient_is_zero_misses_nothing(
+    tmp_path: Path, options: dict[str, Any], rule: str
+) -> None:
+    """Its bias is trained on, so the layer has patterns; the optimizer moves both."""
+    model = network()
+    optimizer = BOTH[rule](model.parameters())
+    with df.record(model, optimizer, tmp_path / "run", **options):
+        for step in range(20):
+            model[0].weight.requires_grad_(step < 5)
+            model(batch(5, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert assert_whole(model, tmp_path / "run", **{"0": 100, "2": 100}).remarks == ()
