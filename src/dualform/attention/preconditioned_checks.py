@@ -135,13 +135,13 @@ class _Checking:
             if name in kept:
                 other = self.followed.whole.momentum if name == rule.momentum else replayed[name]
                 allowed = self.followed.may_be_off(name, kept[name])
-                found.append(self._worst("states", kept[name], other, allowed, step))
+                found.append(_worst(self.name, "states", kept[name], other, allowed, step))
         if WEIGHTS in kept:
             errors, own = self.followed.errors, kept[WEIGHTS]
             other = replayed[WEIGHTS] if self.replay.couples else self.followed.whole.weights
             allowed = DEVIATIONS * (errors.weights.sqrt() + errors.lost)
             allowed = allowed + 4 * self.eps * own.abs() + self.followed.smallest
-            found.append(self._worst("states", own, other, allowed, step))
+            found.append(_worst(self.name, "states", own, other, allowed, step))
         self.worst_state = max([self.worst_state, *found], key=attrgetter("severity"))
 
     # -- at the end ----------------------------------------------------------------------------
@@ -165,23 +165,11 @@ class _Checking:
         """|W − dual| of the worst entry, and what a typical entry may be off by."""
         size = weights.nan_to_num(0, 0, 0).abs()
         allowed = self.followed.weights_may_be_off(size)
-        found = self._worst("weights", weights, self.followed.whole.weights, allowed, None)
+        found = _worst(self.name, "weights", weights, self.followed.whole.weights, allowed)
         scale = float(size.max()) if size.numel() else 0.0
         return found, rms(allowed) / (scale or 1.0)
 
     # -- arithmetic ----------------------------------------------------------------------------
-
-    def _worst(
-        self, kind: str, own: Tensor, other: Tensor, allowed: Tensor, step: int | None
-    ) -> Check:
-        """The entry that is furthest off in units of what it may be; relative to the largest."""
-        if not own.numel():
-            return Check(self.name, kind, 0.0, 0.0, step)
-        off = (own - other).abs()
-        place = int(torch.argmax(torch.where(off.isfinite(), off / allowed, torch.inf)))
-        scale = float(own.nan_to_num(0, 0, 0).abs().max()) or 1.0
-        residual, bound = (float(t.reshape(-1)[place]) / scale for t in (off, allowed))
-        return Check(self.name, kind, residual, bound, step)
 
     def _project(self, tensor: Tensor, *, absolute: bool = False) -> Tensor:
         probe = self.followed.probe
@@ -194,22 +182,51 @@ class _Checking:
 
 
 def check_stated(view: View, name: str, reference: Tensor | None) -> Found:
-    """A parameter of which only W − W_0 is kept now and then: it must show its fingerprints."""
+    """A parameter of which only W − W_0 is kept now and then: it must show its fingerprints.
+
+    W − W_0 and W_0 + (W − W_0) are rounded once each, by the larger of their parts: where weights
+    have shrunk, that is W_0. So an entry may be off by `SUM_ROUNDINGS` · eps · (|W_0| + |W|).
+    """
     memory = view.memory
     probe, kept = memory.probe(name).double(), memory.learned_steps(name)
     initial, rows = memory.initial(name).double(), memory.parameters[name].height
     worst = Check(name, "fingerprints", 0.0, DOUBLE)
     for seen in memory.fingerprints:
         if seen.step <= view.at and seen.step in kept and name in seen.values:
-            weights = (initial + memory.learned(name, seen.step)).reshape(rows, -1)
-            summed = rms(weights.abs() @ probe.abs()) or 1.0
-            off = rms(weights @ probe - seen.values[name].double()) / summed
-            found = Check(name, "fingerprints", off, SUM_ROUNDINGS * DOUBLE, seen.step)
+            weights = initial + memory.learned(name, seen.step)
+            scale = rms(weights.abs().reshape(rows, -1) @ probe.abs()) or 1.0
+            allowed = rms(_sum_may_be_off(initial, weights).reshape(rows, -1) @ probe.abs())
+            off = rms(weights.reshape(rows, -1) @ probe - seen.values[name].double())
+            found = Check(name, "fingerprints", off / scale, allowed / scale, seen.step)
             worst = max([worst, found], key=attrgetter("severity"))
     weights = view.base(name)
-    checks = [worst]
-    if reference is not None and weights.numel():
-        scale = float(reference.abs().max()) or 1.0
-        off = float((weights - reference.double()).abs().max()) / scale
-        checks.insert(0, Check(name, "weights", off, SUM_ROUNDINGS * DOUBLE))
-    return Found(checks, weights, SUM_ROUNDINGS * DOUBLE)
+    checks, allowed_of_each = [worst], _sum_may_be_off(initial, weights)
+    if reference is not None:
+        own = reference.double()
+        checks.insert(0, _worst(name, "weights", own, weights, allowed_of_each))
+    scale = float(weights.abs().max()) if weights.numel() else 0.0
+    return Found(checks, weights, rms(allowed_of_each) / (scale or 1.0))
+
+
+def _sum_may_be_off(initial: Tensor, weights: Tensor) -> Tensor:
+    """How far each entry of W_0 + (W − W_0), summed in float64, may be from W."""
+    smallest = torch.finfo(torch.float64).smallest_normal
+    return SUM_ROUNDINGS * DOUBLE * (initial.abs() + weights.abs()) + smallest
+
+
+def _worst(
+    parameter: str,
+    kind: str,
+    own: Tensor,
+    other: Tensor,
+    allowed: Tensor,
+    step: int | None = None,
+) -> Check:
+    """The entry that is furthest off in units of what it may be; relative to the largest."""
+    if not own.numel():
+        return Check(parameter, kind, 0.0, 0.0, step)
+    off = (own - other).abs()
+    place = int(torch.argmax(torch.where(off.isfinite(), off / allowed, torch.inf)))
+    scale = float(own.nan_to_num(0, 0, 0).abs().max()) or 1.0
+    residual, bound = (float(t.reshape(-1)[place]) / scale for t in (off, allowed))
+    return Check(parameter, kind, residual, bound, step)
