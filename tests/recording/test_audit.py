@@ -15,14 +15,10 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.learning_rules import ParameterLog, hyperparameters, transitions
-from dualform.recording.audit import (
-    ANCHOR,
-    ParameterAudit,
-    Transition,
-    Unexplained,
-)
+from dualform.recording.audit import ANCHOR, ParameterAudit, Transition
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 from dualform.recording.rows import Rows
+from dualform.recording.unexplained import Unexplained
 
 STEPS = 6
 TAMPERED = 3

@@ -83,6 +83,7 @@ ENTRY_DEVIATIONS = 20.0
 """The same for the worst of all entries of a parameter, of which there may be millions."""
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of a run that diverged: such checks fail
 def verify(
     view: View,
     model: nn.Module | None,

@@ -35,7 +35,7 @@ counts as if all steps were off alike; over a run, with other error signals each
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ DOUBLE = float(np.finfo(np.float64).eps)
 
 EQUAL = 128.0
 """Equal parts leave their number over this many more of eps times their sum."""
+
+HUGE = 1e100
+"""Sizes beyond this, of runs that diverge, are taken in units of the largest: squares overflow."""
 
 CREEP_OF_AN_ENTRY = 16 * CREEP
 """The same where `gross` is the most an entry may get: most entries get far less."""
@@ -91,6 +94,10 @@ class Drift:
         result: Reals = deviations * (self.deviation + self.stored) + ROOM * self.lost
         return result
 
+    def times(self, unit: float) -> Drift:
+        """The same of numbers that were taken in these units."""
+        return Drift(self.deviation * unit, self.lost * unit, self.stored * unit)
+
 
 def drift(
     log: ParameterLog,
@@ -111,6 +118,20 @@ def drift(
     afresh at every stop, where W and m are known again; otherwise errors accumulate from 0.
     `stored` [steps] is what storing the patterns has put each step's sum off by, one deviation.
     """
+    largest = max(size, float(np.max(gross, initial=0.0)))
+    if HUGE < largest < inf:
+        found_in_units = drift(
+            log,
+            stops,
+            eps=eps,
+            gradient_eps=gradient_eps,
+            size=size / largest,
+            gross=gross / largest,
+            anchored=anchored,
+            buffers=None if buffers is None else buffers / largest,
+            stored=None if stored is None else stored / largest,
+        )
+        return found_in_units.times(largest)
     matrix, vector = transitions(log)
     acting = 1.0 / np.maximum(1.0 - log.momentum, 1e-3)  # for how many steps an update acts
     decay = np.abs(log.lr * log.weight_decay) * acting
@@ -143,16 +164,21 @@ def drift(
             update = abs(1 - a) * size + abs(b) * buffer + abs(nw) * g
             # Along one direction a buffer of few patterns may all but vanish, while its entries,
             # and so their roundings, do not: it is at least what gradients of any sign add up to.
-            walk = d * d * walk + (nm * g) ** 2
+            into_w, into_m = nw * g, nm * g  # products: a power that overflows is an exception
+            walk = d * d * walk + into_m * into_m
             buffer = min(max(most, sqrt(walk)), abs(c) * size + abs(d) * buffer + abs(nm) * g)
             ww, wm, mm = (
                 a * a * ww
                 + 2 * a * b * wm
                 + b * b * mm
-                + noise * (size**2 + update**2)
-                + blur * (nw * g) ** 2,
-                a * c * ww + (a * d + b * c) * wm + b * d * mm + blur * nw * nm * g * g,
-                c * c * ww + 2 * c * d * wm + d * d * mm + noise * buffer**2 + blur * (nm * g) ** 2,
+                + noise * (size * size + update * update)
+                + blur * into_w * into_w,
+                a * c * ww + (a * d + b * c) * wm + b * d * mm + blur * into_w * into_m,
+                c * c * ww
+                + 2 * c * d * wm
+                + d * d * mm
+                + noise * buffer * buffer
+                + blur * into_m * into_m,
             )
             lost_m = abs(c) * lost_w + abs(d) * lost_m
             lost_w += gone + (unit if update < creep else 0.0)
@@ -194,10 +220,11 @@ def _stored_drift(
                     abs(c) * w + abs(d) * m + abs(nm) * g,
                 )
             else:
+                into_w, into_m = nw * g, nm * g
                 w, wm, m = (
-                    a * a * w + 2 * a * b * wm + b * b * m + (nw * g) ** 2,
-                    a * c * w + (a * d + b * c) * wm + b * d * m + nw * nm * g * g,
-                    c * c * w + 2 * c * d * wm + d * d * m + (nm * g) ** 2,
+                    a * a * w + 2 * a * b * wm + b * b * m + into_w * into_w,
+                    a * c * w + (a * d + b * c) * wm + b * d * m + into_w * into_m,
+                    c * c * w + 2 * c * d * wm + d * d * m + into_m * into_m,
                 )
         found[i] = (w, m) if anchored else (sqrt(max(w, 0.0)), sqrt(max(m, 0.0)))
         start = stop
@@ -221,11 +248,13 @@ def entries_size(probe: Tensor, *weights: Tensor | None) -> float:
     The roundings of W's entries do not cancel along with the entries. Weights that training has
     made larger, along few directions, may all but vanish along v.
     """
-    sizes = [
-        rms((w.double().reshape(-1, len(probe)).square() @ probe.square()).sqrt())
-        for w in weights
-        if w is not None and w.numel()
-    ]
+    sizes = []
+    for w in weights:
+        if w is not None and w.numel():
+            matrix = w.double().reshape(-1, len(probe))
+            largest = float(matrix.abs().max())
+            unit = largest if largest > HUGE else 1.0
+            sizes.append(unit * rms(((matrix / unit).square() @ probe.square()).sqrt()))
     return max((size for size in sizes if isfinite(size)), default=0.0)
 
 

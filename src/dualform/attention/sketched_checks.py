@@ -65,7 +65,7 @@ def check_sketched(
     seen = np.nan_to_num(noted)
     # A remark says so where a gradient was changed by the loop before it could be noted.
     excused = any(f"{name!r}: a gradient was changed in place" in r for r in memory.remarks)
-    typical = float(np.sqrt(np.mean(seen**2))) if len(seen) else 0.0
+    typical = rms(torch.from_numpy(seen))
     stops = np.array([f.step for f in known], dtype=np.int64)
     bounds = drift(
         log,

@@ -125,7 +125,7 @@ class Tally:
             return self.log, self.applied_projections(), np.zeros(len(self.log))
         log = replace(self.log, kappa=np.where(self.unrecorded, 1.0, self.log.kappa))
         applied = np.where(self.unrecorded, self.seen, self.applied_projections())
-        typical = sqrt(float(np.mean(self.seen[self.unrecorded] ** 2)))
+        typical = rms(torch.from_numpy(self.seen[self.unrecorded]))
         sizes = np.where(self.unrecorded, np.maximum(np.abs(self.seen), typical), 0.0)
         return log, applied, sizes
 

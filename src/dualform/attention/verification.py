@@ -38,26 +38,28 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the residual is finite and within its bound."""
-        return bool(np.isfinite(self.residual) and self.residual <= self.bound)
+        """Whether the residual is finite and within its bound, and that finite too."""
+        return bool(np.isfinite([self.residual, self.bound]).all() and self.residual <= self.bound)
 
     @property
     def severity(self) -> float:
         """How far the residual is on its way to the bound: more than 1 is a failure."""
+        if not np.isfinite([self.residual, self.bound]).all():
+            return float("inf")  # a bound without end would take anything
         if self.residual == 0:
             return 0.0
-        if not np.isfinite(self.residual) or self.bound <= 0:
+        if self.bound <= 0:
             return float("inf")
         return self.residual / self.bound
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for `json.dumps`."""
-        finite = self.residual if np.isfinite(self.residual) else None
+        residual, bound = (x if np.isfinite(x) else None for x in (self.residual, self.bound))
         return {
             "parameter": self.parameter,
             "check": self.kind,
-            "residual": finite,
-            "bound": self.bound,
+            "residual": residual,
+            "bound": bound,
             "step": self.step,
             "passed": self.passed,
         }

@@ -15,7 +15,7 @@ one of a few roundings.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 import torch
@@ -224,4 +224,8 @@ class Followed:
 
 def rms(tensor: Tensor) -> float:
     """The root of the mean square of all entries."""
-    return float(tensor.norm()) / sqrt(max(tensor.numel(), 1))
+    size = float(tensor.norm())
+    if size == inf:  # squares overflow long before numbers do
+        largest = float(tensor.abs().max())
+        size = largest * float((tensor / largest).norm()) if largest < inf else inf
+    return size / sqrt(max(tensor.numel(), 1))

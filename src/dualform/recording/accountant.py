@@ -39,6 +39,7 @@ from dualform.recording.parameters import Watched, is_reset, version_of
 from dualform.recording.predictions import Predictions
 from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, HELD_BYTES, Accumulated
+from dualform.recording.unexplained import quietly
 
 WAITING = 2
 """How many parcels may wait for the accountant; then training waits."""
@@ -329,6 +330,7 @@ class Accountant:
 
     # -- on the accountant's thread -------------------------------------------------------------
 
+    @quietly()
     def _work(self) -> None:
         keep_to_one_core()
         while (job := self._jobs.get()) != "end":

@@ -28,7 +28,7 @@ from the real weights. The buffer's prediction goes on: momentum below 1 forgets
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, isfinite, sqrt
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dualform.memory.following import AGREEING
 from dualform.recording.rows import Rows
+from dualform.recording.unexplained import Unexplained, quietly, refuse_diverged, refuse_diverging
 
 SLACK_GRADIENT = 32.0
 """How many times eps · Σ‖δ‖‖x‖ the two sides of question 1 may differ by."""
@@ -89,10 +90,6 @@ RECENT = 16
 
 Transition = tuple[float, float, float, float, float, float]
 """M and κN of one step: (M_ww, M_wm, M_mw, M_mm, N_w, N_m)."""
-
-
-class Unexplained(Exception):
-    """A step that the recorded patterns and the learning rule do not account for."""
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -268,7 +265,7 @@ class ParameterAudit:
     @property
     def expects_nothing(self) -> bool:
         """Whether the patterns seen sum to zero, up to rounding: an input of zeros, say."""
-        return self.uses > 0 and _norm(self.expected) <= self.gradient_bound
+        return self.uses > 0 and _norm(self.expected) <= self.gradient_bound < inf
 
     @property
     def gradient_bound(self) -> float:
@@ -337,10 +334,8 @@ class ParameterAudit:
         return kappa
 
     def _factor(self, projected: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-        bound = self.gradient_bound
-        if not (np.isfinite(projected).all() and np.isfinite(expected).all()):
-            raise Unexplained("its gradient is not finite (NaN or infinite)")
-        size = _norm(expected)
+        bound, size = self.gradient_bound, _norm(expected)
+        refuse_diverging(projected, expected, (size, _norm(projected), bound))
         kappa = float(expected.dot(projected)) / size**2 if size > 1e-150 else 1.0
         off_by = max(SNAP * self.rounding, SNAP_MANY * self.patterns * self.gradient_eps * size)
         if abs(kappa - 1.0) * size <= off_by:
@@ -385,6 +380,7 @@ class ParameterAudit:
         a, b, c, d = self.initial_share
         self.initial_share = (ww * a + wm * c, ww * b + wm * d, mw * a + mm * c, mw * b + mm * d)
 
+    @quietly()
     def compare(self, parameter: Tensor, fingerprint: NDArray[np.float64] | None = None) -> None:
         """Raise `Unexplained` unless the weights are where the rule puts them.
 
@@ -398,7 +394,8 @@ class ParameterAudit:
             self.spread = max(self.spread, largest)
         off = float(np.abs(real - self.weights).max(initial=0.0))
         bound = self.weights_bound
-        if not off <= bound:
+        refuse_diverged(off, bound)
+        if off > bound:
             raise Unexplained(
                 f"its weights are {off:.3g} away from where the learning rule puts them (rounding "
                 f"allows {bound:.3g}). Was it changed outside optimizer.step(), or its gradient "
@@ -455,7 +452,10 @@ def largest_row(matrix: Tensor) -> float:
     """The largest row's root-mean-square: about the size of an entry of W v."""
     if not matrix.numel():
         return 0.0
-    return float(torch.linalg.vector_norm(matrix.float(), dim=1).max()) / sqrt(matrix.shape[1])
+    size = float(torch.linalg.vector_norm(matrix.float(), dim=1).max())
+    if not isfinite(size):  # beyond float32
+        size = float(torch.linalg.vector_norm(matrix.double(), dim=1).max())
+    return size / sqrt(matrix.shape[1])
 
 
 def _directions(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

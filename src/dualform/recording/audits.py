@@ -23,6 +23,7 @@ from dualform.recording.audit import (
 )
 from dualform.recording.looking import Together, is_plain, squares
 from dualform.recording.rows import Rows
+from dualform.recording.unexplained import quietly
 
 TALL = 1 << 18
 """From this many error signals on, their two sums are taken one after the other."""
@@ -94,6 +95,7 @@ class Audits:
         """Whether patterns wait to be looked at."""
         return bool(self._waiting)
 
+    @quietly()
     def catch_up(self) -> None:
         """Look at the patterns that wait for it."""
         waiting, self._waiting = self._waiting, []

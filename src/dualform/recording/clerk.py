@@ -25,6 +25,7 @@ import torch
 
 from dualform.recording import forks
 from dualform.recording.one_core import keep_to_one_core
+from dualform.recording.unexplained import quietly
 
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 """What to do, and with what."""
@@ -142,6 +143,7 @@ class Clerk:
             self._thread.join()
             self._thread = None
 
+    @quietly()
     def _work(self) -> None:
         keep_to_one_core()
         torch.set_grad_enabled(False)  # of this thread alone

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.recording.audit import Unexplained
 from dualform.recording.findings import Findings
 from dualform.recording.parameters import Watched, is_reset
+from dualform.recording.unexplained import Diverged, Unexplained
 
 CHECK_EVERY = 61
 """Once in so many of the steps with patterns, beginning with the first. A prime: a layer that is
@@ -68,6 +68,8 @@ class CompleteKeys:
         watched.audit.look_at(gradient)
         try:
             watched.audit.explain()
+        except Diverged as reason:
+            self._findings.unexplained_gradient(step, watched, str(reason))
         except Unexplained as reason:
             self._findings.incomplete_keys(step, watched, str(reason))
 

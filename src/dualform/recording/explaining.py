@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.recording.audit import Transition, Unexplained
+from dualform.recording.audit import Transition
 from dualform.recording.audits import Audits
 from dualform.recording.findings import Findings
 from dualform.recording.lending import Account
 from dualform.recording.parameters import Watched, is_reset, version_of
+from dualform.recording.unexplained import Unexplained
 
 if TYPE_CHECKING:
     from dualform.recording.routine import Routine

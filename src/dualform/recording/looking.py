@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.recording.audit import EVERY_ROW, SNAP, ParameterAudit
+from dualform.recording.unexplained import LARGEST
 
 Array = NDArray[np.float64]
 
+LARGEST_SQUARE = LARGEST * LARGEST
 
 _nature = attrgetter("is_cpu", "requires_grad", "layout", "dtype", "shape")
 
@@ -195,20 +197,21 @@ def squares(expected: Array, off: Array, starts: NDArray[Any]) -> list[list[floa
 def is_plain(audit: ParameterAudit, sums: Sequence[float]) -> bool:
     """Whether, with E what the patterns sum to, the gradient E + o is E up to rounding.
 
-    Given E·E, E·o and o·o. NaN answers no.
+    Given E·E, E·o and o·o. NaN answers no, and so does what is too large to be compared.
     """
     square, along, distance = sums
-    if not square > 1e-300 or not audit.uses:
+    if not 1e-300 < square < LARGEST_SQUARE or not audit.uses:
         return False
+    size = sqrt(square)
     # first by what need not be measured: ‖E‖, less than the gross sum, or a recent one
-    rounding = max(audit.gradient_eps * sqrt(square), audit.recent_rounding)
-    return _is_within(audit, rounding, square, along, distance) or _is_within(
-        audit, audit.rounding, square, along, distance
+    rounding = max(audit.gradient_eps * size, audit.recent_rounding)
+    return _is_within(audit, rounding, size, along, distance) or _is_within(
+        audit, audit.rounding, size, along, distance
     )
 
 
 def _is_within(
-    audit: ParameterAudit, rounding: float, square: float, along: float, distance: float
+    audit: ParameterAudit, rounding: float, size: float, along: float, distance: float
 ) -> bool:
-    off_by = SNAP * rounding
-    return along * along <= off_by * off_by * square and distance <= audit.bound_of(rounding) ** 2
+    off_by, bound = SNAP * rounding * size, audit.bound_of(rounding)
+    return -off_by <= along <= off_by and distance <= bound * bound < LARGEST_SQUARE

@@ -29,7 +29,7 @@ from dualform.learning_rules import (
 )
 from dualform.recording.accountant import Accountant, Update
 from dualform.recording.accounts import StepAccounts
-from dualform.recording.audit import Transition, Unexplained, as_matrix, largest_row
+from dualform.recording.audit import Transition, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
 from dualform.recording.complete_keys import CompleteKeys
 from dualform.recording.explaining import Move, Reading, explain
@@ -42,6 +42,7 @@ from dualform.recording.routine import is_fresh
 from dualform.recording.routines import Routines
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
+from dualform.recording.unexplained import Unexplained, quietly
 
 CHANGED = (
     "its gradient was changed in place after it was read, before the update was made (by a hook on "
@@ -126,6 +127,7 @@ class Steps:
 
     # -- before ---------------------------------------------------------------------------------
 
+    @quietly()
     def read(self, optimizer: Optimizer) -> None:
         """Note what the optimizer is about to do, and have the gradients it will use explained.
 
@@ -266,6 +268,7 @@ class Steps:
 
     # -- after ----------------------------------------------------------------------------------
 
+    @quietly()
     def apply(self) -> None:
         """The optimizer has moved: write it down, and predict where the weights are now."""
         reading, self._pending = self._pending, None
@@ -274,6 +277,7 @@ class Steps:
                 self._findings.unexplained_gradient(self.step, watched, CHANGED)
             self._take(reading, reading.moves)
 
+    @quietly()
     def apply_interrupted(self) -> None:
         """Training ended inside an optimizer's step: take what it did, parameter by parameter."""
         reading, self._pending = self._pending, None
