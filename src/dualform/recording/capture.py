@@ -12,6 +12,11 @@ belongs to. Why so:
 * A pattern exists only if its gradient really reaches the parameter's `.grad`. A forward pass that
   is never differentiated, or `torch.autograd.grad` for a saliency map, leaves none.
 
+The layer's input is held as it is where autograd refuses to go on if it is changed in place before
+the backward pass. Elsewhere such a change is legal, so the key is copied at the call (`copies.py`):
+where autograd saves nothing (a frozen weight), a copy (positions that do not lie in one piece), or
+what hooks on saved tensors make of it (an activation checkpoint, `save_on_cpu`).
+
 Nothing is left behind: `remove` takes the one global hook away, and a node's hook does nothing
 once the capture is over.
 """
@@ -31,6 +36,7 @@ from torch.nn.modules import module as torch_module
 
 from dualform.layers import Layer, as_patterns, flattened, is_recordable, leading_shape
 from dualform.layers.embedding import without_padding
+from dualform.recording.copies import Copies
 from dualform.recording.opaque import refuse_parametrized
 
 OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
@@ -39,6 +45,12 @@ OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
 is_any_autocast_on: Callable[[], bool]
 is_any_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Four times as quick as asking about one device, and hardly ever is there any."""
+
+hooks_on_saving: Callable[[bool], Any]
+hooks_on_saving = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
+"""The hooks that what autograd saves goes through now; None: it is saved as it is. Before torch 2.8
+that cannot be asked, and there may always be some. Inside a backward pass they are those of a
+checkpoint that computes its part once more: through that graph no pass ever goes."""
 
 running_pass: Callable[[], int] = torch._C._current_graph_task_id
 """torch's number of the backward pass that is running in this thread; -1: none is."""
@@ -92,7 +104,7 @@ class Capture:
         }
         self.context = context
         self.on_patterns = on_patterns
-        self._active = True
+        self._active, self._copies = True, Copies()
         self._pass, self._is_kept = -1, True  # the last backward pass, and whether its graph is
         self._forgotten: set[Layer] = set()
         self._given = {site.layer for site in self._sites.values() if site.is_given}
@@ -173,12 +185,18 @@ class Capture:
         if site.is_given and given.requires_grad:
             site.is_given = False
             self._given.discard(site.layer)
-        key = given  # as it is, with its graph: that costs a call less, and ends with this one's
+        key, dtype = given, given.dtype
         if site.layer.kind == "linear":
-            if not weight.requires_grad:  # then autograd does not guard it from in-place edits
-                key = key.detach().clone()
-            if is_any_autocast_on() and torch.is_autocast_enabled(key.device.type):
-                key = key.detach().to(output.dtype)  # the kernel multiplied a rounded input
+            is_guarded = weight.requires_grad and (given.dim() < 3 or given.is_contiguous())
+            if is_any_autocast_on() and torch.is_autocast_enabled(given.device.type):
+                dtype = output.dtype  # the kernel multiplied a rounded input
+        else:
+            is_guarded = True
+        if not is_guarded or (hooks_on_saving(True) is not None and running_pass() == -1):
+            key = self._copies.of(given, dtype)
+        elif dtype != given.dtype:
+            key = given.detach().to(dtype)
+        # else as it is, with its graph: that costs a call less, and ends with this one's
         if self.mark is not None:
             self.mark(made_by)
         context = self.context(site.layer)

@@ -1,0 +1,221 @@
+"""Inputs that are changed in place before the backward pass, where torch allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+import dualform as df
+from dualform.recording import capture
+
+both = pytest.mark.parametrize("error_signals", [True, False])
+
+
+def copied(model: nn.Module, fed: Tensor) -> Tensor:
+    """A forward pass of which autograd saves copies."""
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        output: Tensor = model(fed)
+    return output
+
+
+def trained(
+    model: nn.Module,
+    path: Path,
+    fresh: Callable[[], Tensor],
+    call: Callable[[nn.Module, Tensor], Tensor] = copied,
+    *,
+    error_signals: bool = True,
+    steps: int = 4,
+) -> tuple[df.Memory, Tensor]:
+    """Recorded, with every input changed between forward and backward; and what was fed."""
+    optimizer = SGD(model.parameters(), lr=0.01)
+    fed = []
+    with df.record(model, optimizer, path, error_signals=error_signals):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            inputs = fresh()
+            fed.append(inputs.reshape(-1, inputs.shape[-1]).clone())
+            output = call(model, inputs)
+            inputs.fill_(1)
+            output.pow(2).sum().backward()
+            optimizer.step()
+    memory = df.Memory.open(path)
+    assert memory.exact
+    assert not memory.remarks
+    df.DualForm(model, memory).verify().raise_if_failed()
+    return memory, torch.cat(fed)
+
+
+@both
+@pytest.mark.parametrize("shape", [(5, 6), (3, 5, 6)])
+def test_keys_are_what_was_fed_where_hooks_on_saved_tensors_keep_a_copy(
+    tmp_path: Path, shape: tuple[int, ...], error_signals: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    memory, fed = trained(
+        model,
+        tmp_path,
+        lambda: torch.randn(shape, dtype=torch.float64),
+        error_signals=error_signals,
+    )
+    assert torch.equal(memory.layer("0").keys, fed)
+
+
+@both
+def test_tokens_are_what_was_fed_where_hooks_on_saved_tensors_keep_a_copy(
+    tmp_path: Path, error_signals: bool
+) -> None:
+    memory, fed = trained(
+        nn.Sequential(nn.Embedding(30, 4)).double(),
+        tmp_path,
+        lambda: torch.randint(0, 30, (5, 1)),
+        error_signals=error_signals,
+    )
+    assert torch.equal(memory.layer("0").keys, fed)
+
+
+@both
+def test_keys_that_do_not_lie_in_one_piece_are_what_was_fed(
+    tmp_path: Path, error_signals: bool
+) -> None:
+    """Autograd saves a copy of such an input, and does not mind what becomes of it."""
+    memory, fed = trained(
+        nn.Sequential(nn.Linear(6, 4)).double(),
+        tmp_path,
+        lambda: torch.randn(5, 3, 6, dtype=torch.float64).transpose(0, 1),
+        lambda model, inputs: model(inputs),
+        error_signals=error_signals,
+    )
+    assert torch.equal(memory.layer("0").keys, fed)
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.attention(inputs, inputs, inputs, need_weights=False)[0]
+        return output
+
+
+@both
+@pytest.mark.parametrize(
+    ("made", "name"), [(Functional, "weight"), (Attention, "attention.in_proj")]
+)
+def test_keys_of_uses_past_modules_are_what_was_fed(
+    tmp_path: Path, made: Callable[[], nn.Module], name: str, error_signals: bool
+) -> None:
+    memory, fed = trained(
+        made().double(),
+        tmp_path,
+        lambda: torch.randn(3, 5, 6, dtype=torch.float64),
+        error_signals=error_signals,
+    )
+    assert torch.equal(memory.layer(name).keys, fed)
+
+
+class InPlace(nn.Module):
+    """Adds to its hidden state in place: inside a checkpoint torch still gets gradients right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.seen: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).tanh().clone()
+        if torch._C._current_graph_task_id() == -1:  # not when it is computed once more
+            self.seen.append(hidden.detach().clone())
+        hidden += self.second(hidden)
+        return hidden
+
+
+@both
+def test_keys_inside_a_checkpoint_are_those_before_a_change_in_place(
+    tmp_path: Path, error_signals: bool
+) -> None:
+    model = InPlace().double()
+    memory, fed = trained(
+        model,
+        tmp_path,
+        lambda: torch.randn(5, 6, dtype=torch.float64),
+        lambda part, inputs: checkpoint(part, inputs.clone(), use_reentrant=False),  # type: ignore[no-any-return]
+        error_signals=error_signals,
+    )
+    assert torch.equal(memory.layer("first").keys, fed)
+    assert torch.equal(memory.layer("second").keys, torch.cat(model.seen))
+
+
+def test_where_torch_does_not_tell_of_hooks_keys_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "hooks_on_saving", lambda _: ())  # as before torch 2.8
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    memory, fed = trained(model, tmp_path, lambda: torch.randn(5, 6, dtype=torch.float64))
+    assert torch.equal(memory.layer("0").keys, fed)
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        query = self.q(inputs)
+        with torch.no_grad():
+            inputs += 1
+        output: Tensor = query + self.k(inputs)
+        return output
+
+
+def test_layers_share_a_copy_only_of_the_same_values(tmp_path: Path) -> None:
+    memory, fed = trained(
+        Projections().double(), tmp_path, lambda: torch.randn(5, 6, dtype=torch.float64)
+    )
+    assert torch.equal(memory.layer("q").keys, fed)
+    assert torch.equal(memory.layer("k").keys, fed + 1)
+
+
+def test_layers_that_are_fed_the_same_tensor_share_a_copy() -> None:
+    copies, fed = capture.Copies(), torch.randn(5, 6)
+    first = copies.of(fed, fed.dtype)
+    assert copies.of(fed, fed.dtype) is first
+    assert copies.of(fed, torch.float64).dtype == torch.float64
+    fed += 1
+    assert torch.equal(copies.of(fed, fed.dtype), fed)
+    with torch.inference_mode():
+        untracked = torch.zeros(2, 3)
+    kept = copies.of(untracked, untracked.dtype)
+    with torch.inference_mode():
+        untracked += 1
+    assert torch.equal(copies.of(untracked, untracked.dtype), kept + 1)
+
+
+def test_torch_still_refuses_what_it_guards(tmp_path: Path) -> None:
+    model = nn.Linear(6, 4)
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        df.record(model, SGD(model.parameters(), 0.1), tmp_path),
+    ):
+        inputs = torch.randn(5, 6)
+        output = model(inputs)
+        inputs.zero_()
+        output.sum().backward()
