@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,99 @@ def test_freezing_a_weight_whose_gradient_is_carried_over_is_an_error(tmp_path: 
             model[0].weight.requires_grad_(seed != 2)
             step(model, turns[turn], seed)
     df.DualForm(None, df.Memory.open(tmp_path)).verify().raise_if_failed()
+
+
+def adversaries() -> tuple[nn.ModuleDict, SGD, SGD]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"maker": nn.Linear(4, 8), "judge": nn.Linear(8, 6)}).double()
+    return model, SGD(model["maker"].parameters(), 0.01), SGD(model["judge"].parameters(), 0.01)
+
+
+def noise() -> Tensor:
+    return torch.randn(5, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("error_signals", [True, False])
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_patterns_that_no_update_used_are_gone_at_the_end(
+    tmp_path: Path, error_signals: bool, turns: int
+) -> None:
+    """The last passes are the maker's: what they add to the judge's gradients is never used."""
+    model, first, second = adversaries()
+    made = []
+    with df.record(model, [first, second], tmp_path, error_signals=error_signals):
+        for _ in range(3):
+            second.zero_grad()
+            made.append(model["maker"](noise()).detach())
+            model["judge"](made[-1]).pow(2).sum().backward()
+            second.step()
+            for _ in range(turns):
+                first.zero_grad()
+                model["judge"](model["maker"](noise())).pow(2).sum().backward()
+                first.step()
+    memory = df.Memory.open(tmp_path)
+    assert memory.exact
+    assert torch.equal(memory.layer("judge").keys, torch.cat(made))
+    assert memory.layer("maker").rows == 15 * turns
+    assert memory.remarks == (f"{15 * turns} patterns of skipped steps were dropped",)
+    df.DualForm(model, memory).verify().raise_if_failed()
+
+
+def test_a_gradient_that_is_carried_over_and_used_keeps_its_patterns(tmp_path: Path) -> None:
+    model, first, second = adversaries()
+    with df.record(model, [first, second], tmp_path):
+        for _ in range(3):
+            for _ in range(2):
+                first.zero_grad()
+                model["judge"](model["maker"](noise())).pow(2).sum().backward()
+                first.step()
+            second.step()
+            second.zero_grad()
+    memory = df.Memory.open(tmp_path)
+    assert memory.layer("judge").rows == 30
+    assert not memory.remarks
+    df.DualForm(model, memory).verify().raise_if_failed()
+
+
+def test_patterns_that_were_committed_stay_though_no_update_used_them(tmp_path: Path) -> None:
+    model, first, second = adversaries()
+    with df.record(model, [first, second], tmp_path) as recorder:
+        for _ in range(2):
+            model["judge"](model["maker"](noise())).pow(2).sum().backward()
+            first.step()
+            first.zero_grad()
+            if not df.Memory.open(tmp_path).steps:
+                recorder.flush()
+    memory = df.Memory.open(tmp_path)
+    assert memory.layer("judge").rows == 5
+    assert memory.remarks == ("5 patterns of skipped steps were dropped",)
+    df.DualForm(model, memory).verify().raise_if_failed()
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("thrown_away", [True, False])
+def test_a_gradient_from_before_a_resumed_run_is_warned_of_where_keys_alone_are_kept(
+    tmp_path: Path, passes: int, thrown_away: bool
+) -> None:
+    model, first, second = adversaries()
+    options: dict[str, Any] = {"error_signals": False}
+    with df.record(model, [first, second], tmp_path, **options):
+        for _ in range(2):
+            model["judge"](model["maker"](noise())).pow(2).sum().backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+        model["judge"](model["maker"](noise())).pow(2).sum().backward()
+        first.step()  # and what the judge would have learned is left over
+    assert df.Memory.open(tmp_path).layer("judge").rows == 10
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with df.record(model, [first, second], tmp_path, resume=True, **options):
+            if thrown_away:
+                model.zero_grad()
+            for _ in range(passes):
+                model["judge"](model["maker"](noise())).pow(2).sum().backward()
+            second.step()
+    assert any("when the run was resumed" in str(w.message) for w in said) is not thrown_away
+    remarks = df.Memory.open(tmp_path).remarks
+    assert any("call optimizer.zero_grad()" in remark for remark in remarks) is not thrown_away

@@ -50,6 +50,7 @@ from dualform.recording.sink import SETS, DiskSink, Sink
 from dualform.recording.steps import Steps, unknown_rule
 from dualform.recording.storage import Storage
 from dualform.recording.tags import Context, Tag, Tags
+from dualform.recording.unused import Unused
 
 logger = logging.getLogger("dualform")
 
@@ -133,6 +134,7 @@ class Recorder:
                     if self._steps.stepped:
                         self._changed |= self._buffers.changes()
                         self._close_step()
+                    self._unused.drop_at_the_end()
             finally:
                 if kind is not None:
                     self._findings.remark(f"the training loop was ended by {kind.__name__}")
@@ -261,6 +263,9 @@ class Recorder:
             )
         self._intake = Intake(
             self._parameters, self._steps, self._sink, self._findings, self._clerk
+        )
+        self._unused = Unused(
+            self._parameters, self._steps, self._sink, self._findings, self._clerk, self._every
         )
         self._capture = Capture(self._layers, self._context, self._on_patterns)
         self._graph = GraphCapture(
@@ -393,6 +398,7 @@ class Recorder:
                     self._close_step()
                 self._clerk.wait()
                 self._intake.refuse_changed()
+                self._unused.look_for_left_over(optimizer)
                 self._steps.read(optimizer)
         except BaseException:
             self._interrupts.release()
@@ -420,9 +426,7 @@ class Recorder:
             self._clerk.wait()
             audits.catch_up()
         if self._every > 1 or not self._steps.all_moved:
-            given = self._steps.given()
-            for layer in self._sink.patterns_of_step():
-                self._drop_unused(layer, given)
+            self._unused.drop()
         if audits.have_seen:
             self._clerk.then(audits.settle, self._steps.step)
         record, gradients, states = self._steps.close()
@@ -432,33 +436,12 @@ class Recorder:
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed, states)
         self._commits.keep_up()
+        if self._state == "ended":  # the last commit comes when the memory is closed
+            return
         if self._flush_due:
             self._commit_all()
         elif self._sink.is_due or self._commits.is_due:
             self._sink.commit()
-
-    def _drop_unused(self, layer: Layer, given: set[Watched]) -> None:
-        """Take back a layer's patterns of this step if no update will ever be made by them.
-
-        One may be, by a gradient that is carried over, or that this very backward pass is still
-        computing: an optimizer may move amid it.
-        """
-        parts = self._parameters.of_layer(layer)
-        if not any(map(self._steps.moved, parts)):
-            running = running_pass()
-            if running != -1 and any(part.backward == running for part in parts):
-                return
-            self._clerk.wait()
-            if given.isdisjoint(parts):
-                self._sink.rewind(layer)
-                for part in parts:
-                    part.passed_by = self._steps.step
-                return
-            if all(is_reset(p.parameter.grad) or not p.audit.is_finite for p in parts):
-                self._findings.dropped += self._sink.rewind(layer)
-                return
-        if self._every > 1 and not any(map(self._steps.needs_patterns, parts)):
-            self._sink.rewind(layer)  # of a gradient that will count as unrecorded
 
     def _commit_all(self) -> None:
         """A commit that also carries what is accumulated."""

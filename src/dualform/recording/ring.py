@@ -7,8 +7,9 @@ layers come and go, and must stay whole if Ctrl-C strikes in the middle of growi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,14 +175,30 @@ class BufferSet:
         """Take back a layer's patterns of the step under way; returns how many there were."""
         if layer not in self.marks:
             return 0
-        rows, visits = self.marks[layer]
+        dropped = self._cut(layer, *self.marks[layer])
+        del self.marks[layer]
+        return dropped
+
+    def take_back(self, layer: Layer, parameters: Collection[int]) -> int:
+        """Take back a layer's patterns of the complete steps since one of the parameters moved.
+
+        None of the layer may be in the step under way. Returns how many there were.
+        """
+        moved = (any(record.applied[i] for i in parameters) for record in reversed(self.records))
+        last = self.end - 1 - next((n for n, has in enumerate(moved) if has), len(self.records))
+        visits = self.visits.get(layer, [])
+        used = sum(visit.step <= last for visit in visits)
+        rows = sum(prod(visit.shape) for visit in visits[used:])
+        return self._cut(layer, self.keys[layer].rows - rows, used) if rows else 0
+
+    def _cut(self, layer: Layer, rows: int, visits: int) -> int:
+        """Keep the first rows and visits of a layer; returns how many rows there were more."""
         dropped = self.keys[layer].rows - rows
         for region in self._of_layer(layer).values():
             used = region.bytes
             region.cut(rows)
             self.bytes += region.bytes - used
         del self.visits[layer][visits:]
-        del self.marks[layer]
         return dropped
 
     def rewind_all(self) -> None:

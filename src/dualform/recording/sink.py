@@ -28,7 +28,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -70,7 +70,11 @@ class Sink(Protocol):
 
     def rewind(self, layer: Layer) -> int: ...
 
+    def take_back(self, layer: Layer, parameters: Collection[int]) -> int: ...
+
     def patterns_of_step(self) -> list[Layer]: ...
+
+    def layers(self) -> list[Layer]: ...
 
     def end_step(
         self,
@@ -184,9 +188,17 @@ class DiskSink(Sink):
         """Take back a layer's patterns of the step under way; returns how many there were."""
         return self._ring[-1].rewind(layer)
 
+    def take_back(self, layer: Layer, parameters: Collection[int]) -> int:
+        """Take back its patterns since one of the parameters last moved, if not committed."""
+        return self._ring[-1].take_back(layer, parameters)
+
     def patterns_of_step(self) -> list[Layer]:
         """The layers that have patterns in the step under way."""
         return list(self._ring[-1].marks)
+
+    def layers(self) -> list[Layer]:
+        """The layers that have patterns in the steps not committed yet."""
+        return list(self._ring[-1].visits)
 
     def end_step(
         self,
