@@ -219,3 +219,27 @@ def test_torch_still_refuses_what_it_guards(tmp_path: Path) -> None:
         output = model(inputs)
         inputs.zero_()
         output.sum().backward()
+
+
+class Spoiling(Functional):
+    """Changes its input after it has used it, when it is evaluated."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = super().forward(inputs)
+        if not self.training:
+            inputs.add_(1)
+        return output
+
+
+def test_an_evaluation_may_change_what_nothing_goes_back_through(tmp_path: Path) -> None:
+    model = Spoiling().double()
+    optimizer = SGD(model.parameters(), 0.1)
+    with df.record(model, optimizer, tmp_path):
+        for _ in range(3):
+            model.eval()(torch.randn(5, 6, dtype=torch.float64))  # not under no_grad
+            model.train()(torch.randn(5, 6, dtype=torch.float64)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = df.Memory.open(tmp_path)
+    assert memory.layer("weight").rows == 15
+    df.DualForm(model, memory).verify().raise_if_failed()

@@ -33,9 +33,11 @@ class Saved:
         flipped: bool = False,
         tokens: bool = False,
         sizes: tuple[int, int] | None = None,
+        lost: RuntimeError | None = None,
     ) -> None:
         self._tensor, self._bring, self._promise = tensor, bring, promise
         self._flipped, self._tokens, self._sizes = flipped, tokens, sizes
+        self._lost = None if lost is None else str(lost)
 
     @classmethod
     def by(
@@ -49,17 +51,28 @@ class Saved:
     ) -> Saved:
         """What a node has saved under a name; `factor`: by which of its inputs it multiplies it."""
         raw = getattr(node, f"_raw_saved_{name}")
+        sizes = None if factor is None else _fitting(node, factor)
         if raw.unpack_hook is None:
-            tensor = getattr(node, f"_saved_{name}").detach()
+            try:
+                tensor = getattr(node, f"_saved_{name}").detach()
+            except RuntimeError as error:  # it was changed in place since
+                return cls(None, flipped=flipped, tokens=tokens, sizes=sizes, lost=error)
             return cls(tensor, flipped=flipped, tokens=tokens)
         promise = getattr(raw, "data", None)
-        sizes = None if factor is None else _fitting(node, factor)
         return cls(None, raw.unpack_hook, promise, flipped=flipped, tokens=tokens, sizes=sizes)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it was changed in place: torch will refuse a backward pass through the node."""
+        return self._lost is not None
+
+    @property
     def can_be_read(self) -> bool:
-        """Whether there is a way to it; there may be none in other versions of torch."""
-        return self._tensor is not None or self._promise is not None
+        """Whether there is a way to it; there may be none in other versions of torch.
+
+        What is lost is an error for whoever reads it, as it is for torch.
+        """
+        return self._tensor is not None or self._promise is not None or self.is_lost
 
     @property
     def width(self) -> int | None:
@@ -77,6 +90,8 @@ class Saved:
 
     def read(self) -> Tensor:
         """The rows; from a checkpoint inside a backward pass, or at the cost of running it."""
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
         tensor = self._brought() if self._tensor is None else self._tensor
         if self._tokens:
             return tensor.reshape(-1, 1)

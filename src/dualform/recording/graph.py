@@ -163,6 +163,8 @@ class GraphCapture:
         """
         if self._handles:
             self._mark(use.node)
+        if use.key.is_lost:  # legal as long as nothing goes back through it: an evaluation
+            return
         if not use.key.can_be_read:
             self._without_patterns(use.weight.parameter, "checkpoint")
             return
