@@ -183,7 +183,12 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--chunk", type=int, default=150)
-    parser.add_argument("--chunks", type=int, default=24, help="that count, of every way")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=24,
+        help="that count, of every way; the naive ones: of its first recording",
+    )
     parser.add_argument("--naive", type=int, default=1, help="0: without the naive ways")
     parser.add_argument("--path", default=None, help="where to record; default: a temporary place")
     options = parser.parse_args()

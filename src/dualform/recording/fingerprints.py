@@ -55,8 +55,8 @@ class Fingerprints:
         """Project every parameter, and all that is remembered of it (NaN: there is no momentum).
 
         `compare` is given each parameter's fingerprint to compare it with what was predicted. The
-        clerk sees to what is remembered; the accountant, if there is one, to the weights meanwhile,
-        and the training thread waits.
+        clerk sees to what is remembered, the accountant to the weights meanwhile, and the training
+        thread waits; where there is little to do, or in a forked process, it does all of it.
         """
         seen = Taken(step, {}, {}, {})
         owned = [
