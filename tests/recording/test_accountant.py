@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ import dualform as df
 from dualform.recording import accountant as room
 from dualform.recording import clerk, sums
 from dualform.recording.accountant import Accountant, Handed
+from dualform.recording.intake import Intake
 from dualform.recording.learned import Learned
 from dualform.recording.sums import HELD, Accumulated, combined
 
@@ -337,28 +339,32 @@ def test_what_was_learned_is_that_of_the_commit_however_late_it_is_written(
     assert may_go_on.is_set()
 
 
-@pytest.mark.parametrize("large", [False, True])
 def test_no_parcel_is_left_lying(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], large: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
 ) -> None:
-    """Small ones wait for the clerk to be woken, large ones for a forward pass; none for long."""
+    """The accountant hears of every one: before the next backward pass, where layers are looked at,
+    by the next update at the latest."""
     monkeypatch.setattr(room, "PARCEL_BYTES", 1)
     monkeypatch.setattr(clerk, "LITTLE", 0)
-    if large:
-        monkeypatch.setattr(room, "PATIENT_BYTES", 0)
     told = []
-    wake = Accountant.wake
+    wake, begin = Accountant.wake, Intake._begin
 
     def wake_and_tell(self: Accountant) -> None:
         if self.is_due:
-            told.append(threading.current_thread().name)
+            told.append("parcel")
         wake(self)
 
+    def begin_and_tell(self: Intake, backward: int) -> Any:
+        told.append("backward pass")
+        return begin(self, backward)
+
     monkeypatch.setattr(Accountant, "wake", wake_and_tell)
+    monkeypatch.setattr(Intake, "_begin", begin_and_tell)
     training = Training(tmp_path, clear)
     training.assert_exact(training.record())
-    assert len(told) >= STEPS - 2
-    assert ("dualform-clerk" in told) is (way is KEYS_ALONE and not large)
+    assert told.count("parcel") >= STEPS - 2
+    if way is KEYS_ALONE:
+        assert list(pairwise(told)).count(("parcel", "backward pass")) >= STEPS - 2
 
 
 def test_parameters_that_move_in_changing_company_are_predicted_all_the_same(

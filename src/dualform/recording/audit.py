@@ -300,6 +300,11 @@ class ParameterAudit:
             self._gross = self.gross
 
     @property
+    def has_unsized(self) -> bool:
+        """Whether there are rows whose sizes were not taken."""
+        return bool(self._unsized)
+
+    @property
     def rounding(self) -> float:
         """What the sum of all patterns may be off by, if each part is rounded once."""
         return self.gradient_eps * self.gross

@@ -38,7 +38,7 @@ class Audits:
     def __init__(self, audits: Sequence[ParameterAudit]) -> None:
         self._audits, self._moving = list(audits), list(audits)
         self.have_seen = False
-        """Whether there ever were patterns to see."""
+        """Whether there are patterns whose sizes may still have to be taken."""
         self._waiting: list[tuple[ParameterAudit | None, ParameterAudit | None, Rows]] = []
         rows = [len(audit.sketch) for audit in audits]
         self._alike = all(rows) and not any(audit.entrywise for audit in audits)
@@ -140,8 +140,10 @@ class Audits:
             audit.count(transition, much)
 
     def settle(self, step: int) -> None:
+        """Take the sizes of patterns of earlier steps, before their place is used for others."""
         for audit in self._audits:
             audit.settle(step)
+        self.have_seen = any(audit.has_unsized for audit in self._audits)
 
     def leave(self, audit: ParameterAudit) -> None:
         """Where its weights should be is followed elsewhere from now on: that it takes with it."""

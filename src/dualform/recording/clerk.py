@@ -48,8 +48,6 @@ class Clerk:
         self._jobs: deque[Job] = deque()
         self._words: queue.SimpleQueue[int | _thread.LockType | None] = queue.SimpleQueue()
         self._given = self._done = 0  # words to look for jobs, by their numbers
-        self.is_used = False
-        """Whether jobs are given: then those that may wait will not have to for long."""
         self._trouble: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._forks = forks.count
@@ -60,7 +58,6 @@ class Clerk:
 
     def give(self, work: Callable[..., None], *args: Any) -> None:
         """One more job. In a process forked since there is no clerk: it is done at once."""
-        self.is_used = True
         self._jobs.append((work, args))
         if self._given - self._done >= WAITING:
             self.wait()
@@ -68,7 +65,7 @@ class Clerk:
             self._bring()
 
     def help(self, work: Callable[..., None], *args: Any) -> None:
-        """One more job, now, once in a while: it does not promise that others will follow."""
+        """One more job, now, however many wait: once in a while."""
         self._jobs.append((work, args))
         self._bring()
 

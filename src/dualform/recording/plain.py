@@ -16,6 +16,7 @@ from dualform.recording.clerk import Clerk
 from dualform.recording.explaining import Move, Reading
 from dualform.recording.ring import StepRecord
 from dualform.recording.routine import Group, Routine, TransitionOf, gradient_in, groups_of
+from dualform.recording.unexplained import quietly
 
 _first = attrgetter("first")
 
@@ -48,6 +49,7 @@ class Plain(Routine):
         groups = groups_of(reading, is_plain)
         return None if groups is None else cls(groups, reading, audits, clerk, transition_of)
 
+    @quietly()
     def read(self, reading: Reading, step: int) -> bool:
         if not self._is_as_before(reading):
             return False
@@ -63,6 +65,7 @@ class Plain(Routine):
         else:
             self._follow(record, self._transitions)
 
+    @quietly()
     def _follow(self, record: StepRecord, transitions: Sequence[Transition]) -> None:
         """Write down what the gradients are along the probes, and where that puts the weights."""
         self._audits.complete()

@@ -347,7 +347,7 @@ class Recorder:
         self._calls = call = self._calls + 1
         if layer not in self._first_use:
             self._first_use[layer] = len(self._first_use)
-        if self._steps.accountant.is_urgent:
+        if self._steps.accountant.is_due:
             self._steps.accountant.wake()
         tag = self._tag
         stale = tag is not None and tag.update != self._updates

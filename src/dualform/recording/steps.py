@@ -127,7 +127,6 @@ class Steps:
 
     # -- before ---------------------------------------------------------------------------------
 
-    @quietly()
     def read(self, optimizer: Optimizer) -> None:
         """Note what the optimizer is about to do, and have the gradients it will use explained.
 
@@ -144,6 +143,11 @@ class Steps:
             self._pending = self._routines.read(optimizer, self.step)
             if self._pending is not None:
                 return
+        self._pending = self._read_in_full(optimizer, unscale)
+
+    @quietly()
+    def _read_in_full(self, optimizer: Optimizer, unscale: float) -> Reading:
+        """Parameter by parameter."""
         if self.accountant.lends:
             self.accountant.look_again(places_of(parameters_of(optimizer)))
         reading = Reading(optimizer, unscale)
@@ -159,7 +163,7 @@ class Steps:
         explain(reading, self._parameters.audits, self.step, self._findings)
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
-        self._pending = reading
+        return reading
 
     def _read_parameter(self, reading: Reading, watched: Watched, gradient: Tensor) -> None:
         if gradient.is_sparse:
@@ -268,14 +272,20 @@ class Steps:
 
     # -- after ----------------------------------------------------------------------------------
 
-    @quietly()
     def apply(self) -> None:
         """The optimizer has moved: write it down, and predict where the weights are now."""
         reading, self._pending = self._pending, None
-        if reading is not None:
-            for watched in reading.changed:
-                self._findings.unexplained_gradient(self.step, watched, CHANGED)
-            self._take(reading, reading.moves)
+        if reading is None:
+            return
+        if reading.routine is not None:
+            offset = self._note_settings(reading)
+            reading.routine.write_down(self._record, self.step, offset)
+            reading.routine.take(self._record)
+            self.stepped.append(reading.optimizer)
+            return
+        for watched in reading.changed:
+            self._findings.unexplained_gradient(self.step, watched, CHANGED)
+        self._take(reading, reading.moves)
 
     @quietly()
     def apply_interrupted(self) -> None:
@@ -302,16 +312,16 @@ class Steps:
         if moves:
             self._take(reading, moves)
 
+    def _note_settings(self, reading: Reading) -> int:
+        """Write down the settings of all groups; how many other optimizers had before."""
+        offset = len(self._record.hyperparameters)
+        self._record.hyperparameters.extend(reading.settings)
+        return offset
+
+    @quietly()
     def _take(self, reading: Reading, moves: Sequence[Move]) -> None:
-        record = self._record
-        offset = len(record.hyperparameters)
-        record.hyperparameters.extend(reading.settings)
-        if reading.routine is not None:
-            reading.routine.write_down(record, self.step, offset)
-            reading.routine.take(record)
-            self._wake_accountant()
-            self.stepped.append(reading.optimizer)
-            return
+        """The moves that were made of those that were read in full."""
+        record, offset = self._record, self._note_settings(reading)
         applied, fresh, kappa = record.applied, record.fresh, record.kappa
         first, group, unrecorded = record.first, record.group, record.unrecorded
         for move in moves:
@@ -353,12 +363,6 @@ class Steps:
             if move.account is not None and move.transition is not None
         ]
         self.accountant.hand_over(updates, self._record, reading.unscale)
-        self._wake_accountant()
-
-    def _wake_accountant(self) -> None:
-        """Together with the clerk, amid the next backward pass, if it is for little."""
-        if self.clerk.is_used and self.accountant.is_due and not self.accountant.is_urgent:
-            self.clerk.later(self.accountant.wake)
 
     def _follow(self, record: StepRecord, moves: Sequence[Move], unscale: float) -> None:
         """Write down what the gradients are along the probes, and where that puts the weights."""
