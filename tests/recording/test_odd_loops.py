@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import dualform as df
+from dualform.recording.intake import is_zero
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -474,3 +475,32 @@ def test_a_gradient_from_before_a_resumed_run_is_warned_of_where_keys_alone_are_
     assert any("when the run was resumed" in str(w.message) for w in said) is not thrown_away
     remarks = df.Memory.open(tmp_path).remarks
     assert any("call optimizer.zero_grad()" in remark for remark in remarks) is not thrown_away
+
+
+def test_the_first_token_is_not_taken_for_a_key_of_zeros(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with df.record(model, optimizer, tmp_path / "run", error_signals=False):
+        for _ in range(3):
+            model(torch.zeros(6, dtype=torch.int64)).square().sum().backward()
+            optimizer.zero_grad(set_to_none=False)  # never used
+            model(torch.tensor([3, 1])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    keys = df.Memory.open(tmp_path / "run").layer("0").keys
+    assert torch.as_tensor(keys).flatten().tolist() == [3, 1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_zeros_are_told_from_numbers(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(3, 400).to(dtype)
+    assert is_zero(zeros)
+    assert is_zero(-zeros)
+    assert is_zero(zeros[:0])
+    assert is_zero(zeros.t())
+    for row, column in ((0, 0), (0, 399), (2, 399)):
+        one = zeros.clone()
+        one[row, column] = torch.tensor(128).to(dtype)  # as an integer: a byte that zeros have
+        assert not is_zero(one)
+        assert not is_zero(one.t())
+        assert is_zero(one[:row])
