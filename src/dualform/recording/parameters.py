@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -273,8 +274,19 @@ def is_reset(gradient: Tensor | None) -> bool:
     if gradient is None:
         return True
     flat = gradient.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // 64)]
+    sample = flat[:: apart(flat.numel(), gradient.shape[-1] if gradient.dim() else 1)]
     return not bool(sample.any()) and not bool(flat.any())
+
+
+def apart(count: int, width: int) -> int:
+    """How far apart to look at about 64 of so many entries, so that they are of many columns.
+
+    Those of a few might be zero always: the edge of an image, say.
+    """
+    distance = max(1, count // 64)
+    while gcd(distance, width) > 1:
+        distance += 1
+    return distance
 
 
 def _holds_something(gradient: Tensor | None) -> bool:

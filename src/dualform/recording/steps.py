@@ -139,7 +139,8 @@ class Steps:
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        if unscale == 1.0 and not self.complete_keys.asks(self.step):
+        is_asked = bool(self.accounts.stated) and self.complete_keys.asks(self.step)
+        if unscale == 1.0 and not is_asked:
             self._pending = self._routines.read(optimizer, self.step)
             if self._pending is not None:
                 return
