@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform as df
-from dualform.recording import audit
+from dualform.recording import whereabouts
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 
 ROOM = 2.0
@@ -61,7 +61,7 @@ def test_weights_that_vanish_along_the_probe_are_no_false_alarm(
     """Training makes W larger along few directions; its entries are rounded along all of them."""
     settings = {"steps": 1500, "dtype": torch.float32, **RULES["plain"]}
     history = [weights["fc3.weight"].double() for weights in train(**settings).history[::50]]
-    drawn = audit._directions
+    drawn = whereabouts._directions
 
     def least(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         probe, sketch = drawn(rows, width, generator)
@@ -69,7 +69,7 @@ def test_weights_that_vanish_along_the_probe_are_no_false_alarm(
             probe = torch.linalg.svd(torch.cat(history)).Vh[-1]
         return probe, sketch
 
-    monkeypatch.setattr(audit, "_directions", least)
+    monkeypatch.setattr(whereabouts, "_directions", least)
     run = train(**settings, options={"error_signals": error_signals})
     for model in (run.model, None):
         checks = df.DualForm(model, run.path).verify().checks

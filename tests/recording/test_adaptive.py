@@ -519,7 +519,7 @@ def test_with_keys_alone_a_checkpoint_between_fingerprints_is_told_where_to_go(
     model.load_state_dict(between[0])
     optimizer.load_state_dict(between[1])
     message = (
-        r"that they can be compared with.* keys alone do not.* can be resumed from are "
+        r"that they can be compared with.*\(keys alone do not\).* can be resumed from are "
         r"steps \[5, 12\], .*recorder\.flush\(\)"
     )
     with (

@@ -15,10 +15,11 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.learning_rules import ParameterLog, hyperparameters, transitions
-from dualform.recording.audit import ANCHOR, ParameterAudit, Transition
+from dualform.recording.audit import ParameterAudit
 from dualform.recording.fingerprints import FINGERPRINT_EVERY
 from dualform.recording.rows import Rows
 from dualform.recording.unexplained import Unexplained
+from dualform.recording.whereabouts import ANCHOR, Transition
 
 STEPS = 6
 TAMPERED = 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dualform as df
-from dualform.recording.complete_keys import CHECK_EVERY
+from dualform.memory.noted import NOTED_EVERY
 
 KEYS_ALONE = pytest.mark.parametrize(
     "options", [{}, {"error_signals": False}], ids=["patterns", "keys alone"]
@@ -136,7 +136,7 @@ def train_keys(path: Path, rule: str, loss: Loss) -> nn.Module:
     model = network()
     optimizer = BOTH[rule](model.parameters())
     with df.record(model, optimizer, path, error_signals=False):
-        for step in range(2 * CHECK_EVERY + 1):
+        for step in range(2 * NOTED_EVERY + 1):
             loss(model, step, batch(5, 4)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -154,7 +154,7 @@ def test_keys_that_are_not_all_there_are_warned_of_once(
         unseen = F.linear(x, model.get_parameter("0.weight")).square().mean()
         return plain + unseen if step >= start else plain
 
-    first = 0 if start == 0 else CHECK_EVERY
+    first = 0 if start == 0 else NOTED_EVERY
     with pytest.warns(UserWarning, match="keys may be missing") as warned:
         model = train_keys(tmp_path / "run", rule, loss)
     memory = assert_whole(model, tmp_path / "run")  # the weights are accounted for all the same

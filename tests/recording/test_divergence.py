@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import dualform as df
-from dualform.recording.audit import ParameterAudit, largest_row
+from dualform.recording.audit import ParameterAudit
 from dualform.recording.audits import Audits
 from dualform.recording.looking import is_plain
 from dualform.recording.rows import Rows
 from dualform.recording.unexplained import LARGEST, Diverged, Unexplained, refuse_diverged
+from dualform.recording.whereabouts import largest_row
 
 DIVERGES = "training diverges|is not finite"
 

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
 import dualform as df
-from dualform.recording.complete_keys import CHECK_EVERY, is_multiple
+from dualform.memory.noted import NOTED_EVERY
+from dualform.recording.complete_keys import is_multiple
 
 RULES: dict[str, Callable[..., Optimizer]] = {
     "SGD": lambda parameters: SGD(parameters, lr=0.01, momentum=0.9),
     "Adam": lambda parameters: Adam(parameters, lr=0.01),
 }
-STEPS = 3 * CHECK_EVERY
+STEPS = 3 * NOTED_EVERY
 
 
 class Net(nn.Module):
@@ -139,7 +140,7 @@ def test_layers_used_in_some_steps_only_have_their_turn(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with df.record(model, optimizers, tmp_path / "run", error_signals=False):
-            for step in range(CHECK_EVERY * period + 1):
+            for step in range(NOTED_EVERY * period + 1):
                 is_second = step % period == period - 1
                 x, layer = batch(generator), model["two" if is_second else "one"]
                 y = layer(x)

@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 import dualform as df
 from dualform.recording.lent import Lent
+from dualform.recording.passed_over import PassedOver
 from dualform.recording.plain import Plain
 
 STEPS = 24
@@ -74,16 +75,22 @@ LOOPS = (
     loaded_state, another_order, another_group, replaced_gradient, clipped,
 )  # fmt: skip
 
-KINDS = {False: Lent, True: Plain}
-"""Which kind of routine there is, with and without error signals."""
+KINDS: dict[Any, dict[str, Any]] = {
+    Plain: {},
+    PassedOver: {"error_signals": False},
+    Lent: {"layers": [], "step_budget": 0},
+}
+"""Which kind of routine there is, and how to record so that it is."""
+
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
-def train(path: Path, between: Between, momentum: float, error_signals: bool) -> nn.Module:
+def train(path: Path, between: Between, momentum: float, options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
     generator = torch.Generator().manual_seed(1)
-    with df.record(model, optimizer, path, error_signals=error_signals):
+    with df.record(model, optimizer, path, **options):
         for step in range(STEPS):
             inputs = torch.randn(5, 6, generator=generator, dtype=torch.float64)
             model(inputs).square().mean().backward()
@@ -94,17 +101,16 @@ def train(path: Path, between: Between, momentum: float, error_signals: bool) ->
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("error_signals", KINDS)
+@each_kind
 @pytest.mark.parametrize("between", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_memory_is_the_one_of_steps_read_in_full(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     between: Between,
-    error_signals: bool,
+    kind: Any,
     momentum: float,
 ) -> None:
     routinely = []
-    kind = KINDS[error_signals]
     read = kind.read
 
     def counted(routine: Any, *args: Any) -> bool:
@@ -112,10 +118,10 @@ def test_the_memory_is_the_one_of_steps_read_in_full(
         return routinely[-1]
 
     monkeypatch.setattr(kind, "read", counted)
-    model = train(tmp_path / "short", between, momentum, error_signals)
+    model = train(tmp_path / "short", between, momentum, KINDS[kind])
     assert sum(routinely) > STEPS // 3  # else nothing was tested
     monkeypatch.setattr(kind, "of", lambda *args: None)
-    other = train(tmp_path / "full", between, momentum, error_signals)
+    other = train(tmp_path / "full", between, momentum, KINDS[kind])
     short, full = (df.Memory.open(tmp_path / name) for name in ("short", "full"))
     assert short.exact
     assert full.exact
@@ -131,9 +137,9 @@ def test_the_memory_is_the_one_of_steps_read_in_full(
     assert certificate.passed, certificate
 
 
-@pytest.mark.parametrize("error_signals", KINDS)
+@each_kind
 def test_an_update_that_was_broken_off_is_told_from_one_that_was_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_signals: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """Ctrl-C inside the optimizer's step, before or after the weights have moved."""
     step = SGD.step
@@ -152,7 +158,7 @@ def test_an_update_that_was_broken_off_is_told_from_one_that_was_made(
 
         monkeypatch.setattr(SGD, "step", SGD.profile_hook_step(broken_off))
         with pytest.raises(KeyboardInterrupt):
-            train(tmp_path / when, nothing, 0.9, error_signals)
+            train(tmp_path / when, nothing, 0.9, KINDS[kind])
         memory = df.Memory.open(tmp_path / when)
         assert memory.steps == STEPS // 2 - (when == "before")
         assert df.DualForm(None, memory).verify().passed

@@ -5,11 +5,16 @@ learning rule the first must lead from one of the second to the next: u·W v is 
 the same recursion as every entry of W. Nothing of it depends on the learned part that is kept, nor
 on the weights that were written down with it, so a learning rate that is not what it was, a step
 that is missing or a gradient that is another one shows.
+
+Of layers recorded with keys alone it is noted in some steps only, two in a row, and which those are
+is known beforehand (`memory/noted.py`): between their fingerprints this is checked, and nothing is
+said of the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -27,6 +32,7 @@ from dualform.attention.rounding import (
 from dualform.attention.verification import Check
 from dualform.attention.view import View
 from dualform.memory.following import rms
+from dualform.memory.noted import are_noted
 
 SUM_ROUNDINGS = 16.0
 """How many roundings of float64 the sums that are compared, fingerprints for one, may show."""
@@ -62,11 +68,19 @@ def check_sketched(
     summed = SUM_ROUNDINGS * DOUBLE * max(rms(start.abs() @ probe.abs()), size)
     # What was noted of a gradient is all of it: scaled already, with what was carried into it.
     log = replace(view.log(name), kappa=np.ones(view.at), first=np.arange(view.at))
-    seen = np.nan_to_num(noted)
+    seen, unknown = np.nan_to_num(noted), np.isnan(noted)
     # A remark says so where a gradient was changed by the loop before it could be noted.
     excused = any(f"{name!r}: a gradient was changed in place" in r for r in memory.remarks)
-    typical = rms(torch.from_numpy(seen))
+    missing = np.zeros_like(unknown) if excused else unknown
+    if memory.keys_alone(name):
+        missing = missing & log.applied & are_noted(view.at, memory.every)
+    typical = rms(torch.from_numpy(noted[~unknown]))
     stops = np.array([f.step for f in known], dtype=np.int64)
+    buffers = buffer_sizes(log, seen, weight, momentum)
+    for one, following in pairwise(known if unknown.any() else ()):  # what led there is not known
+        if name in one.momentum:
+            here = slice(one.step, following.step)
+            buffers[here] = np.maximum(buffers[here], rms(one.momentum[name].double()))
     bounds = drift(
         log,
         stops,
@@ -75,7 +89,7 @@ def check_sketched(
         size=size,
         gross=PRODUCT * np.maximum(np.abs(seen), typical),
         anchored=True,
-        buffers=buffer_sizes(log, seen, weight, momentum),
+        buffers=buffers,
     ).bound(DEVIATIONS)[:, 0]
     worst = Check(name, "fingerprints", 0.0, eps)
     first = 0
@@ -86,16 +100,17 @@ def check_sketched(
         moved = ww * weight + wm * momentum + float(added[0])
         carried = mw * weight + mm * momentum + float(added[1])
         now = float(sketch @ at_stop.values[name].double())
-        if not (excused and np.isnan(noted[here]).any()):
+        is_known, is_missing = not unknown[here].any(), bool(missing[here].any())
+        if is_known or is_missing:
             lost = unmoved(torch.tensor(now - weight), size, at_stop.step - first, eps)
             scale = rms(at_stop.values[name].double()) or size or 1.0
             allowed = (bound + 4 * float(lost) + summed + smallest) / scale
-            off = float("inf") if np.isnan(noted[here]).any() else abs(moved - now) / scale
+            off = float("inf") if is_missing else abs(moved - now) / scale
             check = Check(name, "fingerprints", off, allowed, at_stop.step)
             worst = max([worst, check], key=attrgetter("severity"))
         weight, first = now, at_stop.step
         if name in at_stop.momentum:
             momentum = float(sketch @ at_stop.momentum[name].double())
         else:
-            momentum = carried
+            momentum = carried if is_known else 0.0  # there is none
     return [worst]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.recording import forks
-from dualform.recording.audit import ParameterAudit, Transition, advance_along, as_matrix
+from dualform.recording.audit import ParameterAudit
 from dualform.recording.lending import Account, Loans, Lot, can_be_lent, natures
 from dualform.recording.one_core import keep_to_one_core
 from dualform.recording.parameters import Watched, is_reset, version_of
@@ -40,6 +40,7 @@ from dualform.recording.predictions import Predictions
 from dualform.recording.ring import StepRecord
 from dualform.recording.sums import HELD, HELD_BYTES, Accumulated
 from dualform.recording.unexplained import quietly
+from dualform.recording.whereabouts import Transition, advance_along, as_matrix
 
 WAITING = 2
 """How many parcels may wait for the accountant; then training waits."""

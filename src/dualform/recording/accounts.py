@@ -6,8 +6,8 @@ is kept, and written down every so many steps: `sums.py` says how, `accountant.p
 
 The gradients of layers recorded with keys alone may be as large as the layer's patterns, and nobody
 will ask who wrote what. What they learned is read off the weights from the start, W less the share
-that is left of W_0 and m_0. That it was the gradients that put them there is still audited, by
-their projections at every step.
+that is left of W_0 and m_0, and no account is opened for them. That it was the gradients that put
+them there is audited now and then (`complete_keys.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class StepAccounts:
         """From which step on only the learned part of each parameter without patterns is kept."""
         self.stated: dict[str, Watched] = {}
         """Those of them that no sum follows: it is read off the weights."""
+        self.pass_over = False
+        """Whether SGD moves any of these: its gradients are looked at only now and then."""
         self.unrecorded: list[str] = []
         """Parameters with patterns, of which some steps are summed up."""
 
@@ -109,8 +111,8 @@ class StepAccounts:
     def _state(self, watched: Watched, since: int) -> None:
         self.since[watched.name] = since
         self.stated[watched.name] = watched
-        if watched.rule is None:
-            self._open(watched, None)
+        watched.is_read_off = True
+        self.pass_over |= watched.rule is None
 
     @property
     def any(self) -> bool:

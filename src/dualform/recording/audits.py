@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from dualform.layers.kinds import write
-from dualform.recording.audit import (
-    EPSILON,
-    ParameterAudit,
-    Transition,
-    advance_along,
-)
+from dualform.recording.audit import ParameterAudit
 from dualform.recording.looking import Together, is_plain, squares
 from dualform.recording.rows import Rows
 from dualform.recording.unexplained import quietly
+from dualform.recording.whereabouts import EPSILON, Transition, advance_along
 
 TALL = 1 << 18
 """From this many error signals on, their two sums are taken one after the other."""

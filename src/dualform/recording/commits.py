@@ -80,8 +80,9 @@ class Commits:
         )
 
     def keep_up(self) -> None:
-        """A step is over: take a fingerprint if the last one was long ago."""
-        if self._steps.step - self._fingerprints.last >= FINGERPRINT_EVERY:
+        """A step is over: take a fingerprint if the last one was long ago, or one is asked for."""
+        is_old = self._steps.step - self._fingerprints.last >= FINGERPRINT_EVERY
+        if is_old or self._steps.needs_fingerprint:
             self._take_fingerprint()
 
     def _take_fingerprint(self) -> None:

@@ -6,6 +6,11 @@ runs the error signals are at hand. In a layer's first step, and once in a while
 compared with its patterns. If there are none the gradient may be that of an earlier step, used
 before or not. Then, when it is used the next time, there are other patterns, or it is what it was,
 but for a factor.
+
+In such a step, and the one after it, the weights are followed, too: by SGD's rule, these gradients
+must lead from the fingerprint before the first of them to the one after the second. Two, so that
+what a loop does to its weights between any two updates shows. To look at every gradient would cost
+more than all else that is done for keys alone.
 """
 
 from __future__ import annotations
@@ -14,13 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.memory.noted import begins
 from dualform.recording.findings import Findings
 from dualform.recording.parameters import Watched, is_reset
 from dualform.recording.unexplained import Diverged, Unexplained
-
-CHECK_EVERY = 61
-"""Once in so many of the steps with patterns, beginning with the first. A prime: a layer that is
-used in every k-th step has its turn, too."""
 
 SAME = 1e-6
 """Within this part of its size a gradient is a multiple of another."""
@@ -39,7 +41,15 @@ class CompleteKeys:
 
     def is_due(self, step: int) -> bool:
         """Whether all gradients of this step are compared."""
-        return step % (CHECK_EVERY * self._every) == 0
+        return begins(step, self._every)
+
+    def follows(self, step: int) -> bool:
+        """Whether the weights are followed through this step's update."""
+        return self.is_due(step) or (step > 0 and self.is_due(step - 1))
+
+    def takes_fingerprint(self, step: int) -> bool:
+        """Whether the weights are about to be followed, or were, up to here."""
+        return self.is_due(step) or (step > 1 and self.is_due(step - 2))
 
     def asks(self, step: int) -> bool:
         """Whether any is."""

@@ -21,8 +21,8 @@ from dualform.learning_rules import State
 from dualform.memory import Memory
 from dualform.memory.following import Followed
 from dualform.memory.states import WEIGHTS
-from dualform.recording.audit import as_matrix
 from dualform.recording.walking import DOUBLE, Print, Target, off_by
+from dualform.recording.whereabouts import as_matrix
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,23 @@
 """Was anything changed by hand between two updates? Asked of torch's own counters.
 
 Every tensor counts how often it was changed in place. What the counters of a parameter, and of all
-that an adaptive optimizer remembers of it, say at the end of one update, they must still say when
-the next one begins. That costs a few comparisons of integers per parameter, and finds an edit, a
-clamp or a `load_state_dict` in the middle of a run before the optimizer has moved on from it.
+that its optimizer remembers of it, say at the end of one update, they must still say when the next
+one begins. That costs a few comparisons of integers per parameter, and finds an edit, a clamp or a
+`load_state_dict` in the middle of a run before the optimizer has moved on from it. It is asked of
+parameters whose every step is not predicted: those under adaptive rules, and those of layers
+recorded with keys alone.
 
 Weights may be exchanged and put back in between (averaged ones, for an evaluation). So where a
 counter of weights has moved, some of their entries decide: they must be what they were, to the bit.
 
 Why it is not all: an edit through `parameter.data` has no counter, and one that left those entries
-alone passes, too. `verify` finds either.
+alone passes, too. Under adaptive rules `verify` finds either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,12 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.recording.parameters import Watched, parameters_of
+from dualform.recording.parameters import Watched, apart, parameters_of, version_of
 
-SOME = 64
-"""How many entries of a parameter are looked at where its counter has moved."""
+BUFFER = "momentum_buffer"
+"""What SGD remembers."""
 
 Remembered = tuple[str, object, int]
+
+version_in, buffer_in = attrgetter("_version"), itemgetter(BUFFER)
 
 
 class Counters(NamedTuple):
@@ -49,26 +54,31 @@ class Moved(Protocol):
 class Edits:
     """The counters of every parameter as its last update, or the beginning, left them."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], watched: Sequence[Watched]) -> None:
-        self._known: dict[str, tuple[int | None, Counters]] = {}
-        self._owners: dict[str, tuple[Optimizer, Watched]] = {}
-        self._entries = Entries()
+    def __init__(self, optimizers: Sequence[Optimizer], watched: Iterable[Watched]) -> None:
+        self._known: dict[Watched, tuple[int | None, Counters]] = {}
+        self._owners: dict[Watched, Optimizer] = {}
+        self._together: list[Together] = []
+        self.entries = Entries()
         owners = {id(p): o for o in optimizers for p in parameters_of(o)}
         for one in watched:
-            if one.rule is not None:
-                owner = self._owners[one.name] = owners[id(one.parameter)], one
-                self._known[one.name] = None, self._counters(*owner)
+            owner = owners.get(id(one.parameter))
+            if owner is not None and one.is_counted:
+                self._owners[one] = owner
+                self._known[one] = None, self._counters(owner, one)
 
     def found_now(self) -> Iterator[tuple[Watched, str]]:
         """What was changed since the last update of any parameter, before it is written down."""
-        for optimizer, watched in self._owners.values():
+        for watched, optimizer in self._owners.items():
             changed = self.found(optimizer, watched, None)
             if changed is not None:
                 yield watched, changed
 
     def found(self, optimizer: Optimizer, watched: Watched, step: int | None) -> str | None:
         """What was changed since a parameter's last update, in a sentence; None if nothing was."""
-        last, before = self._known.get(watched.name, (None, None))
+        if not watched.is_counted:
+            return None
+        self._part()
+        last, before = self._known.get(watched, (None, None))
         since = "recording began" if last is None else f"its update of step {last}"
         until = "now" if step is None else f"that of step {step}"
         if before is not None and not self._is_as_it_was(watched.parameter, before):
@@ -92,21 +102,78 @@ class Edits:
 
     def note(self, optimizer: Optimizer, moves: Sequence[Moved], step: int) -> None:
         """An update was made: what it left counts."""
+        self._part()
         for move in moves:
-            if move.watched.rule is not None:
-                self._owners[move.watched.name] = optimizer, move.watched
-                self._known[move.watched.name] = step, self._counters(optimizer, move.watched)
+            if move.watched.is_counted:
+                self._owners[move.watched] = optimizer
+                self._known[move.watched] = step, self._counters(optimizer, move.watched)
+
+    def note_together(self, those: Together, step: int) -> None:
+        """The same of all that an optimizer moves, if it moved them by SGD, one like the other."""
+        those.note(step)
+        if those not in self._together:
+            self._together.append(those)
+
+    def _part(self) -> None:
+        """What was noted of several is known of each."""
+        if self._together:
+            for those in self._together:
+                self._known.update(those.each())
+            self._together.clear()
 
     def _counters(self, optimizer: Optimizer, watched: Watched) -> Counters:
         parameter = watched.parameter
-        entries = self._entries.of(parameter)
+        entries = self.entries.of(parameter)
         return Counters(parameter._version, entries, _remembered(optimizer, watched))
 
     def _is_as_it_was(self, parameter: Tensor, before: Counters) -> bool:
         """Whether weights were not touched, or, as far as some of them tell, were put back."""
         if parameter._version == before.version:
             return True
-        return _are_same(self._entries.of(parameter), before.entries)
+        return _are_same(self.entries.of(parameter), before.entries)
+
+
+class Together:
+    """The counters of parameters that one optimizer moves by SGD: all asked for in a few calls."""
+
+    def __init__(self, optimizer: Optimizer, watched: Sequence[Watched], entries: Entries) -> None:
+        self._watched = list(watched)
+        self._parameters = [one.parameter for one in watched]
+        states = [optimizer.state.get(p, {}) for p in self._parameters]
+        self._with = [i for i, s in enumerate(states) if isinstance(s.get(BUFFER), Tensor)]
+        self._states = [states[i] for i in self._with]
+        self._entries = entries
+        self.note(-1)
+
+    def note(self, step: int) -> None:
+        """An update was made: what it left counts."""
+        self._step = step
+        self._versions = list(map(version_in, self._parameters))
+        self._buffers = list(map(buffer_in, self._states))
+        self._counts = list(map(version_in, self._buffers))
+        self._some = list(map(self._entries.of, self._parameters))
+
+    def are_untouched(self) -> bool:
+        """Whether nothing was changed since. If no, that does not say that anything was."""
+        return (
+            list(map(version_in, self._parameters)) == self._versions
+            and all(map(is_, map(buffer_in, self._states), self._buffers))
+            and list(map(version_in, self._buffers)) == self._counts
+        )
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        return self._versions
+
+    def each(self) -> Iterator[tuple[Watched, tuple[int, Counters]]]:
+        remembered: list[list[Remembered]] = [[] for _ in self._watched]
+        for i, buffer, count in zip(self._with, self._buffers, self._counts, strict=True):
+            remembered[i] = [(BUFFER, buffer, count)]
+        for watched, *one in zip(
+            self._watched, self._versions, self._some, remembered, strict=True
+        ):
+            yield watched, (self._step, Counters(*one))
 
 
 def _is_same(now: Remembered, before: Remembered) -> bool:
@@ -116,18 +183,19 @@ def _is_same(now: Remembered, before: Remembered) -> bool:
     one, other = now[1], before[1]
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    return other._version == before[2] and one.dtype == other.dtype and torch.equal(one, other)
+    return version_of(other) == before[2] and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _remembered(optimizer: Optimizer, watched: Watched) -> list[Remembered]:
     """What the rule remembers; a loop may keep things of its own in the same place."""
     state, rule = optimizer.state.get(watched.parameter), watched.rule
-    if not state or rule is None:
+    if not state:
         return []
+    names = (BUFFER,) if rule is None else (*rule.numbers, *rule.tensors)
     return [
-        (name, state[name], state[name]._version if isinstance(state[name], Tensor) else 0)
-        for name in (*rule.numbers, *rule.tensors)
-        if name in state
+        (name, state[name], version_of(state[name]) if isinstance(state[name], Tensor) else 0)
+        for name in names
+        if state.get(name) is not None
     ]
 
 
@@ -136,28 +204,29 @@ class Entries:
 
     def __init__(self) -> None:
         self._views: dict[int, tuple[int, NDArray[Any]]] = {}
-        self._places: dict[int, NDArray[np.int64]] = {}
 
     def of(self, parameter: Tensor) -> bytes | Tensor:
-        """As bytes, or, on other devices, as a copy there: nothing waits for it."""
-        count = parameter.numel()
-        places = self._places.get(count)
-        if places is None:  # anywhere: evenly spaced ones would all lie in one column
-            places = np.arange(count)
-            if count > SOME:
-                places = np.random.default_rng(count).integers(0, count, SOME)
-            self._places[count] = places
-        if not parameter.is_cpu:
-            where = torch.from_numpy(places).to(parameter.device)
-            return parameter.detach().reshape(-1)[where]
+        """About 64 as bytes, or, on other devices, as a copy there: nothing waits for it."""
         pointer, view = self._views.get(id(parameter), NOWHERE)
-        if pointer != parameter.data_ptr() or not parameter.is_contiguous():
-            view = parameter.detach().reshape(-1).numpy()
+        if pointer == parameter.data_ptr():
+            return view.tobytes()
+        some = _some_of(parameter.detach())
+        if not parameter.is_cpu:
+            return some.clone()
+        view = some.numpy()
+        if parameter.is_contiguous():  # else it is a copy
             self._views[id(parameter)] = parameter.data_ptr(), view
-        return view[places].tobytes()
+        return view.tobytes()
 
 
 NOWHERE: tuple[int, NDArray[Any]] = -1, np.empty(0)
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    """Entries of many rows and columns, as numbers that numpy has."""
+    flat = tensor.reshape(-1)
+    some = flat[:: apart(flat.numel(), tensor.shape[-1] if tensor.dim() else 1)]
+    return some.view(torch.int16) if some.dtype == torch.bfloat16 else some
 
 
 def _are_same(one: bytes | Tensor, other: bytes | Tensor) -> bool:

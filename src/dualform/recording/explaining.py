@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.recording.audit import Transition
 from dualform.recording.audits import Audits
 from dualform.recording.findings import Findings
 from dualform.recording.lending import Account
 from dualform.recording.parameters import Watched, is_reset, version_of
 from dualform.recording.unexplained import Unexplained
+from dualform.recording.whereabouts import Transition
 
 if TYPE_CHECKING:
     from dualform.recording.routine import Routine
@@ -49,7 +49,9 @@ class Move:
     unrecorded: bool = False
     """Whether patterns play no part in it, though the parameter has some."""
     version: int = -1
-    """How often the parameter was changed in place before, where no rule predicts it."""
+    """How often the parameter was changed in place before, where nothing predicts it."""
+    is_followed: bool = True
+    """Whether the gradient is looked at; if not, what is learned is read off the weights."""
 
 
 @dataclass(slots=True)

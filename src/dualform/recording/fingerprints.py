@@ -24,6 +24,8 @@ FINGERPRINT_EVERY = 64
 """Most steps between one fingerprint and the next."""
 
 Array = np.ndarray[Any, Any]
+Compare = Callable[[Watched, Array, Array | None], None]
+"""Given a parameter, W v, and m v if that was looked at."""
 
 
 class Taken(NamedTuple):
@@ -51,10 +53,10 @@ class Fingerprints:
         self.last = 0
         """The number of updates when the last one was taken."""
 
-    def take(self, step: int, compare: Callable[[Watched, Array], None]) -> None:
+    def take(self, step: int, compare: Compare) -> None:
         """Project every parameter, and all that is remembered of it (NaN: there is no momentum).
 
-        `compare` is given each parameter's fingerprint to compare it with what was predicted. The
+        `compare` is given each parameter's fingerprints to compare it with what was predicted. The
         clerk sees to what is remembered, the accountant to the weights meanwhile, and the training
         thread waits; where there is little to do, or in a forked process, it does all of it.
         """
@@ -73,16 +75,16 @@ class Fingerprints:
             _remember(seen, owned)
         if not seen.weights:
             weights()
-        for watched in self._parameters:
-            compare(watched, seen.weights[watched.name])
         self._clerk.wait()
+        for watched in self._parameters:
+            compare(watched, seen.weights[watched.name], seen.momenta[watched.name])
         self._taken.append(seen)
         self.last = step
 
-    def look_again(self, compare: Callable[[Watched, Array], None]) -> None:
+    def look_again(self, compare: Compare) -> None:
         """Compare the weights once more: since the last one was taken there was no update."""
         for watched in self._parameters:
-            compare(watched, watched.audit.project(watched.parameter))
+            compare(watched, watched.audit.project(watched.parameter), None)
 
     def collect(self) -> tuple[Array, dict[str, Array], dict[str, Array], dict[str, Array]]:
         """Steps [k], and W v, m v and those of states [k, d0], by name; begins anew."""

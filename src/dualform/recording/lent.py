@@ -1,7 +1,7 @@
 """A step like the last one, where accounts follow all parameters by gradients that are lent.
 
-So it is where keys alone are kept: all that is asked is which gradients were used, under which
-settings.
+So it is where no parameter has patterns, and the budget for their gradients is used up: all that is
+asked is which gradients were used, under which settings.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ import numpy as np
 from dualform.errors import RecordingError
 from dualform.learning_rules import transitions
 from dualform.memory import Memory
-from dualform.recording.audit import SLACK_HELD, SLACK_LOST, SLACK_WEIGHTS, ParameterAudit
+from dualform.recording.audit import ParameterAudit
 from dualform.recording.differences import Difference, at_print
 from dualform.recording.parameters import Parameters
 from dualform.recording.replaying import find_by_replay
 from dualform.recording.walking import Candidate, Print, Reals, Target, off_by, walk
+from dualform.recording.whereabouts import SLACK_HELD, SLACK_LOST, SLACK_WEIGHTS
 
 ROUGHLY = 16.0
 """How many times the audit's bounds the first, cheap look allows."""
@@ -60,6 +61,8 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
         raise wrong[0] if wrong else _nothing_fits(memory, targets, prints)
     if any(target.log is None for target in targets):
         return _replayed(memory, targets, prints, wrong)
+    if any(_is_passed_over(memory, target.name) for target in targets):
+        raise wrong[0] if wrong else _nothing_fits(memory, targets, prints)
     rough, apart = _rough_distances(memory, targets, prints)
     pairs = list(itertools.pairwise(prints))
     best = [float(rough[a.step + 1 : b.step].min(initial=np.inf)) for a, b in pairs]
@@ -78,6 +81,11 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
         assert nearest.misfit is not None
         raise _wrong_momentum(memory, nearest.step, nearest.misfit)
     raise wrong[0] if wrong else _nothing_fits(memory, targets, prints, apart)
+
+
+def _is_passed_over(memory: Memory, name: str) -> bool:
+    """Whether nothing leads from one fingerprint of a parameter to the next."""
+    return bool(memory.keys_alone(name)) and bool(np.isnan(memory.audit_projections(name)).any())
 
 
 def _replayed(
@@ -220,7 +228,7 @@ def _not_at_a_print(memory: Memory, prints: Sequence[int], apart: Reals) -> Reco
     return RecordingError(
         f"the model's weights are not those of any step of {memory.path} that they can be compared "
         f"with: it has {len(prints)} fingerprints of steps 0 to {memory.steps}, and what is kept "
-        "does not lead from one to the next (under Adam and its relatives, keys alone do not), so "
+        "does not lead from one to the next (keys alone do not), so "
         "a checkpoint saved in between is not found. The nearest that can be resumed from are "
         f"steps {near}, where they differ by {differ} of their size. Load a checkpoint of one of "
         "those, or record into a new path; calling recorder.flush() whenever you save a checkpoint "

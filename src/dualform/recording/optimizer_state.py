@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from dualform.learning_rules import Settings, State, adaptive_rule_of
 from dualform.memory.states import WEIGHTS
-from dualform.recording.edits import Edits
 from dualform.recording.parameters import Watched
 
 MIN_EVERY = 16
@@ -80,19 +79,15 @@ class Before:
 class OptimizerStates:
     """Which optimizer's state was kept when; the states waiting for their update to be made.
 
-    `collected` says how many bytes have been recorded so far; `edited` hears of what was changed by
-    hand since the last update.
+    `collected` says how many bytes have been recorded so far.
     """
 
     share: float
     collected: Callable[[], int]
-    edits: Edits
-    edited: Callable[[int, Watched, str], None]
     _last: dict[int, tuple[int, int]] = field(default_factory=dict)  # by optimizer: step, bytes
     _known: set[str] = field(default_factory=set)  # parameters looked at since recording began
     _turn: int = 0
     _waiting: dict[str, Before] = field(default_factory=dict)
-    _moving: tuple[Optimizer, int] | None = None
 
     def before(
         self,
@@ -102,12 +97,7 @@ class OptimizerStates:
         step: int,
     ) -> None:
         """An optimizer is about to move: keep its state if that is due."""
-        self._waiting, self._moving = {}, (optimizer, step)
-        for move in moves:
-            if move.watched.rule is not None:
-                changed = self.edits.found(optimizer, move.watched, step)
-                if changed is not None:
-                    self.edited(step, move.watched, changed)
+        self._waiting = {}
         due = self._is_due(optimizer, moves, step)
         for move in moves:
             watched = move.watched
@@ -167,8 +157,6 @@ class OptimizerStates:
     ) -> dict[str, Tensor]:
         """The optimizer has moved: what is to be kept with this step, by name."""
         waiting, self._waiting = self._waiting, {}
-        if self._moving is not None:
-            self.edits.note(self._moving[0], moves, self._moving[1])
         kept: dict[str, Tensor] = {}
         for move in moves:
             before = waiting.get(move.watched.name)

@@ -50,11 +50,17 @@ class Watched:
     spoiled: bool = False  # no longer where the learning rule puts it
     resolved: bool = True  # whether the error signals of all its layers are kept
     by_steps: bool = False  # used in ways that have no patterns
+    is_read_off: bool = False  # whether what it learned is read off its weights
 
     @property
     def keys_alone(self) -> bool:
         """Whether it is of a layer whose keys are kept without error signals."""
         return bool(self.layers) and not self.resolved and not self.by_steps
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether torch's counters are to tell of edits, as not every step is predicted."""
+        return self.rule is not None or self.is_read_off or self.keys_alone
 
     def forget(self, step: int) -> None:
         """Its gradient begins anew."""

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 
-from dualform.recording.audit import Transition
 from dualform.recording.audits import Audits
 from dualform.recording.clerk import Clerk
 from dualform.recording.explaining import Move, Reading
 from dualform.recording.ring import StepRecord
 from dualform.recording.routine import Group, Routine, TransitionOf, gradient_in, groups_of
 from dualform.recording.unexplained import quietly
+from dualform.recording.whereabouts import Transition
 
 _first = attrgetter("first")
 

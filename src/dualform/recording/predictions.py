@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.recording.audit import ParameterAudit, Transition, advance_along
+from dualform.recording.audit import ParameterAudit
 from dualform.recording.looking import can_be_read
+from dualform.recording.whereabouts import Transition, advance_along
 
 
 class Predictions:

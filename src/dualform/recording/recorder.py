@@ -35,7 +35,6 @@ from dualform.recording.clerk import Clerk
 from dualform.recording.closures import read_before_moving
 from dualform.recording.commits import Commits
 from dualform.recording.description import describe
-from dualform.recording.edits import Edits
 from dualform.recording.findings import Findings
 from dualform.recording.fingerprints import Fingerprints
 from dualform.recording.graph import GraphCapture
@@ -255,12 +254,7 @@ class Recorder:
             )
             undo.pop_all()
         if unknown is None and any(w.rule is not None for w in self._parameters):
-            self._steps.states = OptimizerStates(
-                self._state_share,
-                lambda: self._sink.collected,
-                Edits(self._optimizers, list(self._parameters)),
-                self._findings.changed_by_hand,
-            )
+            self._steps.states = OptimizerStates(self._state_share, lambda: self._sink.collected)
         self._intake = Intake(
             self._parameters, self._steps, self._sink, self._findings, self._clerk
         )

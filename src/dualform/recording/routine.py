@@ -3,7 +3,7 @@
 Reading a step in full (`steps.py`), parameter by parameter, costs more than most steps are worth:
 the same parameters, in the same groups, moved by the same rule. What does not change from step to
 step is kept here, and only what may have changed is looked at. If anything has, the answer is no,
-and the step is read in full. `lent.py` and `plain.py` are the two kinds of steps that recur.
+and the step is read in full. Kinds of steps that recur: `plain.py`, `passed_over.py`, `lent.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dualform.learning_rules import hyperparameters
-from dualform.recording.audit import Transition
 from dualform.recording.explaining import Move, Reading
 from dualform.recording.parameters import Watched
 from dualform.recording.ring import StepRecord
+from dualform.recording.whereabouts import Transition
 
 TransitionOf = Callable[[tuple[float, ...], bool, float], Transition]
 """Given settings, whether there is no momentum buffer yet, and what gradients are multiplied by."""

@@ -7,8 +7,10 @@ from torch.optim import Optimizer
 from dualform.recording.accountant import Accountant
 from dualform.recording.audits import Audits
 from dualform.recording.clerk import Clerk
+from dualform.recording.edits import Edits
 from dualform.recording.explaining import Reading
 from dualform.recording.lent import Lent
+from dualform.recording.passed_over import PassedOver
 from dualform.recording.plain import Plain
 from dualform.recording.routine import Routine, TransitionOf
 
@@ -17,10 +19,15 @@ class Routines:
     """Steps that are like the last one, of every optimizer."""
 
     def __init__(
-        self, audits: Audits, accountant: Accountant, clerk: Clerk, transition_of: TransitionOf
+        self,
+        audits: Audits,
+        accountant: Accountant,
+        clerk: Clerk,
+        edits: Edits,
+        transition_of: TransitionOf,
     ) -> None:
         self._audits, self._accountant, self._clerk = audits, accountant, clerk
-        self._transition_of = transition_of
+        self._edits, self._transition_of = edits, transition_of
         self._of: dict[Optimizer, Routine] = {}
 
     def read(self, optimizer: Optimizer, step: int) -> Reading | None:
@@ -41,6 +48,8 @@ class Routines:
         found: Routine | None
         if reading.resolved:
             found = Plain.of(reading, self._audits, self._clerk, self._transition_of)
+        elif reading.moves and not reading.moves[0].is_followed:
+            found = PassedOver.of(reading, self._edits, self._transition_of)
         else:
             found = Lent.of(reading, self._accountant, self._transition_of)
         if found is not None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,19 +21,18 @@ from dualform.errors import RecordingError
 from dualform.learning_rules import (
     ParameterLog,
     adaptive_rule_of,
-    momentum_buffer,
     rule_of,
     settings_of,
     transitions,
 )
 from dualform.recording.accountant import Accountant, Update
 from dualform.recording.accounts import StepAccounts
-from dualform.recording.audit import Transition, as_matrix, largest_row
 from dualform.recording.clerk import Clerk
 from dualform.recording.complete_keys import CompleteKeys
+from dualform.recording.edits import Edits
 from dualform.recording.explaining import Move, Reading, explain
 from dualform.recording.findings import Findings
-from dualform.recording.learned import Learned
+from dualform.recording.learned import Learned, ReadingOff
 from dualform.recording.lending import places_of
 from dualform.recording.optimizer_state import CANCELLED, OptimizerStates, lost_in_rounding
 from dualform.recording.parameters import Parameters, Watched, is_reset, parameters_of, version_of
@@ -42,7 +40,8 @@ from dualform.recording.routine import is_fresh
 from dualform.recording.routines import Routines
 from dualform.recording.sink import StepRecord
 from dualform.recording.sums import Accumulated
-from dualform.recording.unexplained import Unexplained, quietly
+from dualform.recording.unexplained import Unexplained, quietly, refuse_nowhere
+from dualform.recording.whereabouts import Transition, as_matrix, largest_row
 
 CHANGED = (
     "its gradient was changed in place after it was read, before the update was made (by a hook on "
@@ -74,7 +73,7 @@ class Steps:
         self.stepped: list[Optimizer] = []
         self._parameters = parameters
         self._optimizers = list(optimizers)
-        self._path = path
+        self._reading_off = ReadingOff(path, self._optimizers)
         self._every = every
         self._findings = findings
         self.complete_keys = CompleteKeys(every, findings)
@@ -82,6 +81,7 @@ class Steps:
         self.accountant = Accountant(self._start_again)
         self.accounts = StepAccounts(step_budget, parameters.audits, self.accountant, self._learned)
         self.states: OptimizerStates | None = None
+        self._edits = Edits(optimizers, parameters if known_rules else ())
         self._known_rules = known_rules
         self._without_patterns = without_patterns
         self._record = StepRecord.blank(len(parameters))
@@ -89,7 +89,9 @@ class Steps:
         self._states: dict[str, Tensor] = {}
         self._pending: Reading | None = None
         self._transitions: dict[tuple[Any, ...], Transition] = {}
-        self._routines = Routines(parameters.audits, self.accountant, clerk, self._transition)
+        self._routines = Routines(
+            parameters.audits, self.accountant, clerk, self._edits, self._transition
+        )
 
     @property
     def is_over(self) -> bool:
@@ -139,12 +141,25 @@ class Steps:
             return
         scale = getattr(optimizer, "grad_scale", None)  # ... or to unscale by itself
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        is_asked = bool(self.accounts.stated) and self.complete_keys.asks(self.step)
-        if unscale == 1.0 and not is_asked:
+        if unscale == 1.0 and not self._looks_closely:
             self._pending = self._routines.read(optimizer, self.step)
             if self._pending is not None:
                 return
         self._pending = self._read_in_full(optimizer, unscale)
+
+    @property
+    def _looks_closely(self) -> bool:
+        """Whether anything is to be looked at that is not in every step."""
+        if not self.accounts.stated:
+            return False
+        if self.complete_keys.asks(self.step):
+            return True
+        return self.accounts.pass_over and self.complete_keys.follows(self.step)
+
+    @property
+    def needs_fingerprint(self) -> bool:
+        """Whether the weights of keys alone are about to be followed, or were, up to here."""
+        return self.accounts.pass_over and self.complete_keys.takes_fingerprint(self.step)
 
     @quietly()
     def _read_in_full(self, optimizer: Optimizer, unscale: float) -> Reading:
@@ -162,6 +177,10 @@ class Steps:
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad)
         explain(reading, self._parameters.audits, self.step, self._findings)
+        for move in reading.moves if self._known_rules else ():
+            changed = self._edits.found(optimizer, move.watched, self.step)
+            if changed is not None:
+                self._findings.changed_by_hand(self.step, move.watched, changed)
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
         return reading
@@ -193,19 +212,21 @@ class Steps:
             transition = self._transition(reading.settings[-1], fresh, reading.unscale)
         group = len(reading.settings) - 1
         move = Move(watched, reading.unscale, self.step, fresh, group, transition)
-        if watched.rule is not None:
-            move.version = watched.parameter._version
+        move.version = watched.parameter._version
         reading.moves.append(move)
         if watched.coverage == "patterns":
             self._read_resolved(reading, move, gradient)
         elif self._known_rules:
             move.account = self.accounts.account(watched, self.step)
-            if watched.rule is None or watched.name not in self.accounts.stated:
+            if watched.name not in self.accounts.stated:
                 move.gradient = gradient
+            elif watched.rule is None:
+                follows = self.complete_keys.follows(self.step)
+                move.is_followed = follows and watched.audit.is_followed
         if move.account is None:
             if move.gradient is not None:
                 move.gradient = gradient.detach().to("cpu", copy=True)
-            if watched.coverage != "patterns" or move.unrecorded:
+            if move.is_followed and (watched.coverage != "patterns" or move.unrecorded):
                 watched.audit.look_at(gradient)
         elif move.gradient is not None:
             changing = reading.unscale != 1.0  # by an optimizer that unscales by itself
@@ -305,9 +326,9 @@ class Steps:
             m
             for m in reading.moves
             if (
-                m.watched.parameter._version != m.version
-                if m.transition is None
-                else m.watched.audit.has_moved(m.watched.parameter, m.transition)
+                m.watched.audit.has_moved(m.watched.parameter, m.transition)
+                if m.transition is not None and m.is_followed
+                else m.watched.parameter._version != m.version
             )
         ]
         if moves:
@@ -329,14 +350,20 @@ class Steps:
             i = move.watched.index
             applied[i], fresh[i], kappa[i] = True, move.fresh, move.kappa
             first[i], group[i], unrecorded[i] = move.first, offset + move.group, move.unrecorded
+        if self._known_rules:
+            self._edits.note(reading.optimizer, moves, self.step)
         if self.states is not None:
             self._states |= self.states.after(
                 moves, reading.settings, reading.unscale, self._unexplained_update
             )
         if self._known_rules:
             self._account_for(reading, moves)
+        for move in moves:
+            if not move.is_followed and move.transition is not None:
+                record.projection[move.watched.index] = np.nan
+                move.watched.audit.pass_over(move.transition)
         # the accountant looks at the gradients that its accounts count
-        followed = [m for m in moves if m.account is None or m.gradient is None]
+        followed = [m for m in moves if m.is_followed and (m.account is None or m.gradient is None)]
         if followed and self.clerk.is_for(16 * self._parameters.audits.rows):
             self.clerk.later(self._follow, record, followed, reading.unscale)
         elif followed:
@@ -388,19 +415,34 @@ class Steps:
             if move.transition is not None:
                 move.watched.audit.advance(move.transition)
 
-    def compare(self, watched: Watched, fingerprint: NDArray[np.float64]) -> None:
-        """Compare a parameter, given its fingerprint, with where the learning rule puts it."""
+    def compare(
+        self,
+        watched: Watched,
+        fingerprint: NDArray[np.float64],
+        momentum: NDArray[np.float64] | None = None,
+    ) -> None:
+        """Compare a parameter, given its fingerprint, with where the learning rule puts it.
+
+        Of keys alone, if they were not followed: begin to, where that is due. `momentum`: m v.
+        """
         if not self._known_rules or watched.spoiled or watched.rule is not None:
             return
+        audit = watched.audit
         try:
-            watched.audit.compare(watched.parameter, fingerprint)
+            if audit.is_followed:
+                audit.compare(watched.parameter, fingerprint)
+                return
+            refuse_nowhere(fingerprint)
+            if momentum is not None and self.complete_keys.is_due(self.step):
+                largest = largest_row(as_matrix(watched.parameter.detach()))
+                audit.take_up(fingerprint, momentum, largest)
         except Unexplained as reason:
             watched.spoiled = True
             self._findings.unexplained_weights(self.step, watched, str(reason))
 
     def look_for_edits(self) -> None:
-        """Before weights are written down: are they, under adaptive rules, as updates left them?"""
-        for watched, changed in self.states.edits.found_now() if self.states is not None else ():
+        """Before weights are written down: are they, where counters tell, as updates left them?"""
+        for watched, changed in self._edits.found_now() if self._known_rules else ():
             if not watched.spoiled:
                 self._unexplained_update(watched, changed)
 
@@ -411,20 +453,12 @@ class Steps:
     def _learned(self, watched: Watched) -> Learned:
         """What training has added to a parameter so far, read off its weights."""
         self.clerk.wait()
-        ww, wm, _, _ = watched.audit.initial_share
-        return Learned(self._path, watched.name, watched.parameter, ww, wm)
+        return self._reading_off.weights(watched)
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
-        weights = self._learned(watched)
-        _, _, mw, mm = watched.audit.initial_share
-        momentum = Learned(self._path, watched.name, self._buffer_of(watched), mw, mm)
-        return Accumulated(weights.part(), momentum.part())
-
-    def _buffer_of(self, watched: Watched) -> Tensor:
-        buffers = (momentum_buffer(o, watched.parameter) for o in self._optimizers)
-        found = next((b for b in buffers if b is not None), None)
-        return torch.zeros_like(watched.parameter) if found is None else found
+        self.clerk.wait()
+        return self._reading_off.both(watched)
 
     def _start_again(self, watched: Watched) -> Accumulated:
         """A gradient was lost to the accounts: go on from weights and buffer as they are."""
@@ -436,7 +470,7 @@ class Steps:
         )
         audit, weights = watched.audit, watched.parameter.detach()
         audit.start_from(audit.project(weights), largest_row(as_matrix(weights)))
-        np.copyto(audit.momentum, audit.project(self._buffer_of(watched)))
+        np.copyto(audit.momentum, audit.project(self._reading_off.buffer(watched)))
         return self._learned_now(watched)
 
     def close(self) -> tuple[StepRecord, dict[str, Tensor], dict[str, Tensor]]:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.recording.audit import Transition
+from dualform.recording.whereabouts import Transition
 
 HELD = 16
 """How many gradients are held before they are folded in."""

@@ -26,8 +26,9 @@ from dualform.errors import QueryError
 from dualform.layers.kinds import parameter_shape
 from dualform.learning_rules import ParameterLog, transitions
 from dualform.memory import Memory
-from dualform.recording.audit import SLACK_GRADIENT, SLACK_WEIGHTS, as_matrix, largest_row
+from dualform.recording.audit import SLACK_GRADIENT
 from dualform.recording.parameters import Watched
+from dualform.recording.whereabouts import SLACK_WEIGHTS, as_matrix, largest_row
 
 Reals = NDArray[np.float64]
 
