@@ -17,7 +17,7 @@ alone passes, too. Under adaptive rules `verify` finds either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,7 +33,7 @@ BUFFER = "momentum_buffer"
 
 Remembered = tuple[str, object, int]
 
-version_in, buffer_in = attrgetter("_version"), itemgetter(BUFFER)
+version_in = attrgetter("_version")
 
 
 class Counters(NamedTuple):
@@ -57,8 +57,7 @@ class Edits:
     def __init__(self, optimizers: Sequence[Optimizer], watched: Iterable[Watched]) -> None:
         self._known: dict[Watched, tuple[int | None, Counters]] = {}
         self._owners: dict[Watched, Optimizer] = {}
-        self._together: list[Together] = []
-        self.entries = Entries()
+        self._entries = Entries()
         owners = {id(p): o for o in optimizers for p in parameters_of(o)}
         for one in watched:
             owner = owners.get(id(one.parameter))
@@ -77,7 +76,6 @@ class Edits:
         """What was changed since a parameter's last update, in a sentence; None if nothing was."""
         if not watched.is_counted:
             return None
-        self._part()
         last, before = self._known.get(watched, (None, None))
         since = "recording began" if last is None else f"its update of step {last}"
         until = "now" if step is None else f"that of step {step}"
@@ -102,78 +100,72 @@ class Edits:
 
     def note(self, optimizer: Optimizer, moves: Sequence[Moved], step: int) -> None:
         """An update was made: what it left counts."""
-        self._part()
         for move in moves:
             if move.watched.is_counted:
                 self._owners[move.watched] = optimizer
                 self._known[move.watched] = step, self._counters(optimizer, move.watched)
 
-    def note_together(self, those: Together, step: int) -> None:
-        """The same of all that an optimizer moves, if it moved them by SGD, one like the other."""
-        those.note(step)
-        if those not in self._together:
-            self._together.append(those)
-
-    def _part(self) -> None:
-        """What was noted of several is known of each."""
-        if self._together:
-            for those in self._together:
-                self._known.update(those.each())
-            self._together.clear()
+    def know(self, those: Together, step: int) -> None:
+        """What was noted of several, as their update of this step left them, is known of each."""
+        for one, counters in those.each():
+            self._known[one] = step, counters
 
     def _counters(self, optimizer: Optimizer, watched: Watched) -> Counters:
         parameter = watched.parameter
-        entries = self.entries.of(parameter)
+        entries = self._entries.of(parameter)
         return Counters(parameter._version, entries, _remembered(optimizer, watched))
 
     def _is_as_it_was(self, parameter: Tensor, before: Counters) -> bool:
         """Whether weights were not touched, or, as far as some of them tell, were put back."""
         if parameter._version == before.version:
             return True
-        return _are_same(self.entries.of(parameter), before.entries)
+        return _are_same(self._entries.of(parameter), before.entries)
 
 
 class Together:
     """The counters of parameters that one optimizer moves by SGD: all asked for in a few calls."""
 
-    def __init__(self, optimizer: Optimizer, watched: Sequence[Watched], entries: Entries) -> None:
-        self._watched = list(watched)
+    def __init__(self, watched: Sequence[Watched], buffers: Sequence[Tensor | None]) -> None:
+        self._watched, self._buffers = list(watched), list(buffers)
         self._parameters = [one.parameter for one in watched]
-        states = [optimizer.state.get(p, {}) for p in self._parameters]
-        self._with = [i for i, s in enumerate(states) if isinstance(s.get(BUFFER), Tensor)]
-        self._states = [states[i] for i in self._with]
-        self._entries = entries
-        self.note(-1)
+        self._tensors = [*self._parameters, *(b for b in buffers if b is not None)]
+        self._places: list[int] = []
+        self._views: list[NDArray[Any]] = []
+        self.note()
 
-    def note(self, step: int) -> None:
+    def note(self) -> None:
         """An update was made: what it left counts."""
-        self._step = step
-        self._versions = list(map(version_in, self._parameters))
-        self._buffers = list(map(buffer_in, self._states))
-        self._counts = list(map(version_in, self._buffers))
-        self._some = list(map(self._entries.of, self._parameters))
+        self._versions = list(map(version_in, self._tensors))
+        places = [p.data_ptr() for p in self._parameters]
+        if places != self._places:
+            self._views = [_view_of(p) for p in self._parameters]
+            self._places = places if all(map(can_be_noted, self._parameters)) else []
+        self._some = [view.tobytes() for view in self._views]
 
     def are_untouched(self) -> bool:
-        """Whether nothing was changed since. If no, that does not say that anything was."""
-        return (
-            list(map(version_in, self._parameters)) == self._versions
-            and all(map(is_, map(buffer_in, self._states), self._buffers))
-            and list(map(version_in, self._buffers)) == self._counts
-        )
+        """Whether nothing was changed in place since."""
+        return list(map(version_in, self._tensors)) == self._versions
 
     @property
     def versions(self) -> list[int]:
         """How often each parameter was changed in place."""
-        return self._versions
+        return self._versions[: len(self._watched)]
 
-    def each(self) -> Iterator[tuple[Watched, tuple[int, Counters]]]:
-        remembered: list[list[Remembered]] = [[] for _ in self._watched]
-        for i, buffer, count in zip(self._with, self._buffers, self._counts, strict=True):
-            remembered[i] = [(BUFFER, buffer, count)]
-        for watched, *one in zip(
-            self._watched, self._versions, self._some, remembered, strict=True
+    def each(self) -> Iterator[tuple[Watched, Counters]]:
+        """What was noted of each parameter."""
+        counts = iter(self._versions[len(self._watched) :])
+        for watched, buffer, version, some in zip(
+            self._watched, self._buffers, self.versions, self._some, strict=True
         ):
-            yield watched, (self._step, Counters(*one))
+            remembered: list[Remembered] = []
+            if buffer is not None:
+                remembered.append((BUFFER, buffer, next(counts)))
+            yield watched, Counters(version, some, remembered)
+
+
+def can_be_noted(tensor: Tensor) -> bool:
+    """Whether a tensor has a counter, and entries that numpy can look at where they lie."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_inference()
 
 
 def _is_same(now: Remembered, before: Remembered) -> bool:
@@ -207,19 +199,22 @@ class Entries:
 
     def of(self, parameter: Tensor) -> bytes | Tensor:
         """About 64 as bytes, or, on other devices, as a copy there: nothing waits for it."""
-        pointer, view = self._views.get(id(parameter), NOWHERE)
-        if pointer == parameter.data_ptr():
-            return view.tobytes()
-        some = _some_of(parameter.detach())
         if not parameter.is_cpu:
-            return some.clone()
-        view = some.numpy()
-        if parameter.is_contiguous():  # else it is a copy
-            self._views[id(parameter)] = parameter.data_ptr(), view
+            return _some_of(parameter.detach()).clone()
+        pointer, view = self._views.get(id(parameter), NOWHERE)
+        if pointer != parameter.data_ptr():
+            view = _view_of(parameter)
+            if parameter.is_contiguous():  # else it is a copy
+                self._views[id(parameter)] = parameter.data_ptr(), view
         return view.tobytes()
 
 
 NOWHERE: tuple[int, NDArray[Any]] = -1, np.empty(0)
+
+
+def _view_of(parameter: Tensor) -> NDArray[Any]:
+    view: NDArray[Any] = _some_of(parameter.detach()).numpy()
+    return view
 
 
 def _some_of(tensor: Tensor) -> Tensor:

@@ -11,51 +11,88 @@ from operator import is_
 
 import numpy as np
 
-from dualform.recording.edits import Edits, Together
+from dualform.recording.edits import Edits, Together, can_be_noted
 from dualform.recording.explaining import Move, Reading
+from dualform.recording.parameters import parameters_of
 from dualform.recording.ring import StepRecord
-from dualform.recording.routine import Group, Routine, TransitionOf, gradient_in, groups_of
+from dualform.recording.routine import (
+    Group,
+    Routine,
+    TransitionOf,
+    buffer_in,
+    gradient_in,
+    groups_of,
+)
+from dualform.recording.whereabouts import ALL, carried
 
 
 class PassedOver(Routine):
-    """Steps of one optimizer whose parameters are all of layers recorded with keys alone."""
+    """Steps of one optimizer whose parameters are all of layers recorded with keys alone.
+
+    What they leave of the weights before them is multiplied up, and handed on when somebody asks.
+    """
 
     def __init__(
         self, groups: list[Group], reading: Reading, edits: Edits, transition_of: TransitionOf
     ) -> None:
         super().__init__(groups, reading.optimizer, transition_of)
         self._watched = [watched for group in groups for watched in group.watched]
-        self._audits = [watched.audit for watched in self._watched]
-        self._edits, self._step = edits, 0
-        self._together = Together(reading.optimizer, self._watched, edits.entries)
+        self._edits, self._about_to, self._last = edits, -1, -1  # steps: not handed on; -1: none
+        self._shares = [ALL] * len(groups)
+        buffers = [buffer_in(reading.optimizer.state.get(p, {})) for p in self._parameters]
+        self._together = Together(self._watched, buffers)
 
     @classmethod
     def of(cls, reading: Reading, edits: Edits, transition_of: TransitionOf) -> PassedOver | None:
         """That of a step that was read in full and made; None if it is not such a one."""
         groups = groups_of(reading, is_passed_over)
-        return None if groups is None else cls(groups, reading, edits, transition_of)
+        optimizer = reading.optimizer
+        buffers = (b for b in map(buffer_in, optimizer.state.values()) if b is not None)
+        if groups is None or not all(map(can_be_noted, (*parameters_of(optimizer), *buffers))):
+            return None
+        return cls(groups, reading, edits, transition_of)
 
     def read(self, reading: Reading, step: int) -> bool:
         if not self._is_as_before(reading):
             return False
         if any(map(is_, map(gradient_in, self._parameters), repeat(None))):
             return False
-        self._step = step
+        self._about_to = step
         return self._together.are_untouched()
 
     def take(self, record: StepRecord) -> None:
         for i, *_ in self._places:
             record.projection[i] = np.nan
-        for audit, transition in zip(self._audits, self._transitions, strict=True):
-            audit.pass_over(transition)
-        self._edits.note_together(self._together, self._step)
+        for number, transition in enumerate(self._of_groups):
+            self._shares[number] = carried(transition[:4], self._shares[number])
+        self._together.note()
+        self._last = self._about_to
+
+    def settle(self) -> None:
+        if self._last == -1:
+            return
+        for group, share in zip(self._groups, self._shares, strict=True):
+            for watched in group.watched:
+                watched.audit.carry(share)
+        self._shares = [ALL] * len(self._groups)
+        self._edits.know(self._together, self._last)
+        self._last = -1
 
     def moves(self, step: int) -> list[Move]:
-        versions = self._together.versions
-        each = zip(self._watched, self._places, self._transitions, versions, strict=True)
+        versions, of_groups = self._together.versions, self._of_groups
+        each = zip(self._watched, self._places, versions, strict=True)
         return [
-            Move(one, 1.0, step, fresh, group, transition, version=version, is_followed=False)
-            for one, (_, group, fresh), transition, version in each
+            Move(
+                one,
+                1.0,
+                step,
+                is_new,
+                number,
+                of_groups[number],
+                version=version,
+                is_followed=False,
+            )
+            for one, (_, number, is_new), version in each
         ]
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dualform.learning_rules import hyperparameters
+from dualform.recording.edits import BUFFER
 from dualform.recording.explaining import Move, Reading
 from dualform.recording.parameters import Watched
 from dualform.recording.ring import StepRecord
@@ -45,9 +46,10 @@ class Routine(ABC):
         self._groups, self._transition_of = groups, transition_of
         self._parameters = [p for group in groups for p in group.parameters]
         self._states = list(optimizer.state.values())
-        self._fresh = list(map(is_fresh, self._states))
+        self._buffers = list(map(buffer_in, self._states))
         self._settings: list[tuple[float, ...]] = []
-        self._transitions: list[Transition] = []
+        self._of_groups: list[Transition] = []
+        self._transitions: list[Transition] = []  # of every parameter
         self._places = [
             (watched.index, number, group.fresh)
             for number, group in enumerate(groups)
@@ -69,6 +71,10 @@ class Routine(ABC):
     @abstractmethod
     def take(self, record: StepRecord) -> None:
         """The optimizer has moved, as it was about to, and that is written down."""
+
+    def settle(self) -> None:
+        """Everybody is to know what was noted of the steps so far."""
+        return
 
     @abstractmethod
     def moves(self, step: int) -> list[Move]:
@@ -96,7 +102,7 @@ class Routine(ABC):
             len(optimizer.param_groups) != len(self._groups)
             or len(states) != len(self._states)
             or not all(map(is_, states, self._states))
-            or list(map(is_fresh, states)) != self._fresh
+            or not all(map(is_, map(buffer_in, states), self._buffers))
         ):
             return False
         settings = []
@@ -106,9 +112,10 @@ class Routine(ABC):
                 return False
             settings.append(hyperparameters(group))
         if settings != self._settings:
-            self._settings, self._transitions = settings, []
+            self._settings, self._of_groups, self._transitions = settings, [], []
             for (_, watched, fresh), one in zip(self._groups, settings, strict=True):
-                self._transitions += [self._transition_of(one, fresh, 1.0)] * len(watched)
+                self._of_groups.append(self._transition_of(one, fresh, 1.0))
+                self._transitions += [self._of_groups[-1]] * len(watched)
         reading.settings = settings
         return True
 
@@ -131,6 +138,11 @@ def groups_of(reading: Reading, is_usual: Callable[[Move], bool]) -> list[Group]
     return groups
 
 
-def is_fresh(state: dict[str, object] | None) -> bool:
+def buffer_in(state: dict[str, Any]) -> Any:
+    """What SGD remembers of a parameter; None if nothing."""
+    return state.get(BUFFER)
+
+
+def is_fresh(state: dict[str, Any] | None) -> bool:
     """Whether SGD remembers nothing of a parameter yet."""
-    return not state or state.get("momentum_buffer") is None
+    return not state or state.get(BUFFER) is None

@@ -38,8 +38,14 @@ class Routines:
         reading = Reading(optimizer, 1.0, routine=routine)
         if routine.read(reading, step):
             return reading
+        routine.settle()
         del self._of[optimizer]
         return None
+
+    def settle(self) -> None:
+        """Everybody is to know what was noted of the steps so far."""
+        for routine in self._of.values():
+            routine.settle()
 
     def learn(self, reading: Reading) -> None:
         """A step that was read in full and made, by SGD: the next one may be like it."""

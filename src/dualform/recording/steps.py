@@ -164,6 +164,7 @@ class Steps:
     @quietly()
     def _read_in_full(self, optimizer: Optimizer, unscale: float) -> Reading:
         """Parameter by parameter."""
+        self._routines.settle()
         if self.accountant.lends:
             self.accountant.look_again(places_of(parameters_of(optimizer)))
         reading = Reading(optimizer, unscale)
@@ -317,6 +318,7 @@ class Steps:
             return
         self.clerk.wait()
         self.accountant.catch_up()
+        self._routines.settle()
         if reading.routine is not None:
             reading.moves, reading.routine = reading.routine.moves(self.step), None
         for move in reading.moves:
@@ -442,6 +444,7 @@ class Steps:
 
     def look_for_edits(self) -> None:
         """Before weights are written down: are they, where counters tell, as updates left them?"""
+        self._routines.settle()
         for watched, changed in self._edits.found_now() if self._known_rules else ():
             if not watched.spoiled:
                 self._unexplained_update(watched, changed)
@@ -453,11 +456,13 @@ class Steps:
     def _learned(self, watched: Watched) -> Learned:
         """What training has added to a parameter so far, read off its weights."""
         self.clerk.wait()
+        self._routines.settle()
         return self._reading_off.weights(watched)
 
     def _learned_now(self, watched: Watched) -> Accumulated:
         """What training has added to a parameter and its momentum buffer so far."""
         self.clerk.wait()
+        self._routines.settle()
         return self._reading_off.both(watched)
 
     def _start_again(self, watched: Watched) -> Accumulated:

@@ -41,6 +41,11 @@ BLOCK = 1 << 16
 Transition = tuple[float, float, float, float, float, float]
 """M and κN of one step: (M_ww, M_wm, M_mw, M_mm, N_w, N_m)."""
 
+Share = tuple[float, float, float, float]
+"""How much of an earlier (W, m) is in a later one, by the M of all steps between them."""
+
+ALL: Share = (1.0, 0.0, 0.0, 1.0)
+
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """Any parameter as [d0, rest]; a vector is a column."""
@@ -80,7 +85,7 @@ class Whereabouts:
         self.steps = 0  # since the prediction last started from the real weights, as are the next:
         self.travel = 0.0  # Σ of what moved, squared
         self.path = 0.0  # Σ of what moved, for as long as it acts
-        self.initial_share = (1.0, 0.0, 0.0, 1.0)  # how much of (W_0, m_0) is in (W, m) now
+        self.initial_share = ALL  # how much of (W_0, m_0) is in (W, m) now
         self.is_followed = True  # whether every gradient was looked at since `weights` were W v
 
     def advance(self, transition: Transition) -> None:
@@ -94,17 +99,16 @@ class Whereabouts:
         self.travel += moved
         self.path += sqrt(moved) / (max(1.0 - mm, 1e-3) if wm else 1.0)
         self.steps += 1
-        self._share(transition)
+        self.initial_share = carried(transition[:4], self.initial_share)
 
     def pass_over(self, transition: Transition) -> None:
         """A step was made by a gradient that nobody has looked at."""
-        self.is_followed = False
-        self._share(transition)
+        self.carry(transition[:4])
 
-    def _share(self, transition: Transition) -> None:
-        ww, wm, mw, mm, _, _ = transition
-        a, b, c, d = self.initial_share
-        self.initial_share = (ww * a + wm * c, ww * b + wm * d, mw * a + mm * c, mw * b + mm * d)
+    def carry(self, share: Share) -> None:
+        """So were several; `share`: how much of what was before them is there after."""
+        self.is_followed = False
+        self.initial_share = carried(share, self.initial_share)
 
     def take_up(
         self, weights: NDArray[np.float64], momentum: NDArray[np.float64], largest: float
@@ -219,6 +223,13 @@ def advance_along(
             momentum += mw * weights
     weights += change
     return change, pull
+
+
+def carried(last: Share, before: Share) -> Share:
+    """The product of two."""
+    ww, wm, mw, mm = last
+    a, b, c, d = before
+    return ww * a + wm * c, ww * b + wm * d, mw * a + mm * c, mw * b + mm * d
 
 
 def norm(vector: NDArray[np.float64]) -> float:
