@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.optim import SGD
 import dualform as df
 from dualform.memory.noted import NOTED_EVERY, are_noted
 from dualform.recording.edits import Entries
+from dualform.recording.node_hooks import hook_early
 from dualform.recording.passed_over import PassedOver
 
 STEPS = 2 * NOTED_EVERY + 10
@@ -377,3 +380,108 @@ def entries_of(parameter: Tensor) -> bytes:
     found = Entries().of(parameter)
     assert isinstance(found, bytes)
     return found
+
+
+# -- where keys are seen ---------------------------------------------------------------------------
+
+
+def test_a_hook_that_was_put_there_early_leaves_nothing_behind() -> None:
+    """It is called first, once a pass, and held by nobody but the graph."""
+    seen: list[str] = []
+    layer = nn.Linear(4, 4)
+
+    class Held:
+        def __call__(self, error_signal: Tensor | None) -> None:
+            assert error_signal is not None
+            seen.append(f"early {float(error_signal.sum())}")
+
+    held = Held()
+    gone = weakref.ref(held)
+    output = layer(torch.ones(2, 4))
+    node = output.grad_fn
+    hook_early(node, held)
+    output.register_hook(lambda error_signal: seen.append("own") or 2 * error_signal)
+    node.register_prehook(
+        lambda error_signals: seen.append(f"node {float(error_signals[0].sum())}")
+    )
+    output.relu_()
+    loss = output.sum() * 0 + layer.weight.sum() * 0
+    del held
+    (loss + output.sum()).backward(retain_graph=True)
+    count = float((output > 0).sum())
+    assert seen == [f"early {count}", "own", f"node {2 * count}"]
+    (loss + output.sum()).backward()
+    assert len(seen) == 6
+    del output, node, loss
+    gc.collect()
+    assert gone() is None
+
+
+def test_hooks_are_put_there_early_by_several_threads_at_once() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        layer = nn.Linear(3, 3)
+        for _ in range(200):
+            called: list[int] = []
+            output = layer(torch.ones(2, 3))
+            hook_early(output.grad_fn, lambda _, called=called: called.append(number))
+            output.sum().backward()
+            if called != [number]:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_a_loops_own_hook_makes_of_error_signals_is_no_missing_key(tmp_path: Path) -> None:
+    """Gradients are compared with what is left after it, in the steps in which they are."""
+    loop = Loop(tmp_path)
+    forward = loop.model[0].register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda e: 0.5 * e) and None
+    )
+    memory = loop.record()
+    forward.remove()
+    assert memory.exact
+    assert memory.remarks == ()
+    assert memory.layer("0").rows == 5 * STEPS
+    assert df.DualForm(loop.model, memory).verify().passed
+
+
+def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    recorded, plain = Loop(tmp_path, dtype=torch.float32), Loop(tmp_path, dtype=torch.float32)
+    recorded.record()
+    for step in range(STEPS):
+        plain.update(step)
+    for one, other in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_keys_are_those_of_a_full_recording(tmp_path: Path) -> None:
+    """Layers used twice, forward passes that nobody differentiates, passes over a graph again."""
+
+    def update(loop: Loop, step: int) -> None:
+        first, second = loop.batch(), loop.batch()
+        loop.model(loop.batch())  # nobody's
+        loss = loop.model(first).square().mean() + loop.model(second).mean()
+        loss.backward(retain_graph=step % 3 == 0)
+        if step % 3 == 0:
+            loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    memories = []
+    for error_signals in (True, False):
+        loop = Loop(tmp_path / str(error_signals))
+        loop.update = partial(update, loop)  # type: ignore[method-assign]
+        memories.append(loop.record(error_signals=error_signals))
+    full, alone = memories
+    for name in full.layers:
+        assert torch.equal(full.layer(name).keys, alone.layer(name).keys)
+        for column in ("step", "microbatch", "call"):
+            one, other = (memory.layer(name).patterns[column] for memory in memories)
+            np.testing.assert_array_equal(one, other)

@@ -8,7 +8,8 @@ belongs to. Why so:
   and evaluation inside the loop would no longer be bit-identical.
 * The node is that of the output before any in-place activation; full backward hooks see the one
   after it. What a user's own hook on the output makes of the error signal has happened by then. And
-  it costs less than half of what a hook on the tensor does.
+  it costs less than half of what a hook on the tensor does. Where only keys are of interest, there
+  is a way that costs a quarter of that (`node_hooks.py`).
 * A pattern exists only if its gradient really reaches the parameter's `.grad`. A forward pass that
   is never differentiated, or `torch.autograd.grad` for a saliency map, leaves none.
 
@@ -37,6 +38,7 @@ from torch.nn.modules import module as torch_module
 from dualform.layers import Layer, as_patterns, flattened, is_recordable, leading_shape
 from dualform.layers.embedding import without_padding
 from dualform.recording.copies import Copies
+from dualform.recording.node_hooks import hook_early
 from dualform.recording.opaque import refuse_parametrized
 
 OnPatterns = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
@@ -75,6 +77,8 @@ class Site:
     padding: int | None
     is_given: bool
     """Whether no key of it was ever computed by training."""
+    is_alone: bool
+    """Whether its keys are kept without error signals."""
     weight: Tensor | None = None
     bias: Tensor | None = None
     nature: tuple[Any, ...] = ()
@@ -94,16 +98,23 @@ class Capture:
         layers: Mapping[Layer, nn.Module],
         context: Callable[[Layer], Any],
         on_patterns: OnPatterns,
+        keeps_error_signals: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         self._sites = {
             id(module): Site(
-                layer, module, getattr(module, "padding_idx", None), layer.kind == "linear"
+                layer,
+                module,
+                getattr(module, "padding_idx", None),
+                is_given=layer.kind == "linear",
+                is_alone=not keeps_error_signals(layer),
             )
             for layer, module in layers.items()
             if is_recordable(module)  # else it is a weight that other code uses
         }
         self.context = context
         self.on_patterns = on_patterns
+        self.needs_error_signals = True
+        """Whether those that are not kept are looked at in this step: then they must be final."""
         self._active, self._copies = True, Copies()
         self._pass, self._is_kept = -1, True  # the last backward pass, and whether its graph is
         self._forgotten: set[Layer] = set()
@@ -202,7 +213,21 @@ class Capture:
         context = self.context(site.layer)
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
         held = [key] if weight.requires_grad else (key,)
-        made_by.register_prehook(partial(self._backward, site, site.nodes, held, context))
+        if site.is_alone and not self.needs_error_signals:
+            hook_early(made_by, partial(self._backward_early, site, site.nodes, held, context))
+        else:
+            made_by.register_prehook(partial(self._backward, site, site.nodes, held, context))
+
+    def _backward_early(
+        self,
+        site: Site,
+        nodes: tuple[Node, ...],
+        keys: list[Tensor] | tuple[Tensor],
+        context: Any,
+        error_signal: Tensor | None,
+    ) -> None:
+        """The same where only keys count: hooks on the output may still change the rest."""
+        self._backward(site, nodes, keys, context, (error_signal,))
 
     def _backward(
         self,

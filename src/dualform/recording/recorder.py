@@ -261,7 +261,9 @@ class Recorder:
         self._unused = Unused(
             self._parameters, self._steps, self._sink, self._findings, self._clerk, self._every
         )
-        self._capture = Capture(self._layers, self._context, self._on_patterns)
+        self._capture = Capture(
+            self._layers, self._context, self._on_patterns, self._storage.keeps_error_signals
+        )
         self._graph = GraphCapture(
             self._model, self._layers, self._parameters, self._capture, self._sink, self._chosen
         )
@@ -387,7 +389,9 @@ class Recorder:
         self._interrupts.hold()  # until the update is written down, in _after_step
         try:
             with self._lock:
-                if self._steps.has_moved(optimizer):  # twice without a backward pass in between
+                if self._steps.stepped and self._steps.has_moved(
+                    optimizer
+                ):  # twice without a backward pass in between
                     self._clerk.wait()
                     self._close_step()
                 self._clerk.wait()
@@ -426,6 +430,7 @@ class Recorder:
         record, gradients, states = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls = 0
+        self._capture.needs_error_signals = self._steps.begins_round
         self._intake.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed, states)

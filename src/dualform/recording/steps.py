@@ -152,9 +152,13 @@ class Steps:
         """Whether anything is to be looked at that is not in every step."""
         if not self.accounts.stated:
             return False
-        if self.complete_keys.asks(self.step):
-            return True
-        return self.accounts.pass_over and self.complete_keys.follows(self.step)
+        asks = self.complete_keys.asks(self.step)
+        return asks or (self.accounts.pass_over and self.complete_keys.follows(self.step))
+
+    @property
+    def begins_round(self) -> bool:
+        """Whether gradients of keys alone are compared with their patterns in this step."""
+        return self.complete_keys.is_due(self.step)
 
     @property
     def needs_fingerprint(self) -> bool:
@@ -436,8 +440,7 @@ class Steps:
                 return
             refuse_nowhere(fingerprint)
             if momentum is not None and self.complete_keys.is_due(self.step):
-                largest = largest_row(as_matrix(watched.parameter.detach()))
-                audit.take_up(fingerprint, momentum, largest)
+                audit.take_up(watched.parameter, fingerprint, momentum)
         except Unexplained as reason:
             watched.spoiled = True
             self._findings.unexplained_weights(self.step, watched, str(reason))

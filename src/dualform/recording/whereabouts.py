@@ -35,6 +35,10 @@ SLACK_HELD = 1.0
 ANCHOR = 256
 """After how many steps, if all rows pass, prediction starts again from the real weights."""
 
+LOOK_AGAIN = 4
+"""How often following begins anew until the largest row is measured, not taken to be no larger than
+it was, or than the fingerprint's largest number."""
+
 BLOCK = 1 << 16
 """How many entries are widened to float64 at a time."""
 
@@ -87,6 +91,7 @@ class Whereabouts:
         self.path = 0.0  # Σ of what moved, for as long as it acts
         self.initial_share = ALL  # how much of (W_0, m_0) is in (W, m) now
         self.is_followed = True  # whether every gradient was looked at since `weights` were W v
+        self._taken_up = 0  # how often that began anew
 
     def advance(self, transition: Transition) -> None:
         """One step of the learning rule, seen along v, by the gradient last looked at."""
@@ -111,9 +116,13 @@ class Whereabouts:
         self.initial_share = carried(share, self.initial_share)
 
     def take_up(
-        self, weights: NDArray[np.float64], momentum: NDArray[np.float64], largest: float
+        self, parameter: Tensor, weights: NDArray[np.float64], momentum: NDArray[np.float64]
     ) -> None:
         """Follow from here on, where these are W v and m v; NaN: there is no momentum."""
+        self._taken_up += 1
+        largest = max(self.spread, float(np.abs(weights).max(initial=0.0)))
+        if self._taken_up % LOOK_AGAIN == 0:  # at all entries
+            largest = largest_row(as_matrix(parameter.detach()))
         self.start_from(weights, largest)
         np.copyto(self.momentum, np.nan_to_num(momentum))
         self.is_followed = True
