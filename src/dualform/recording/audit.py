@@ -95,8 +95,9 @@ class ParameterAudit(Whereabouts):
         self._unsized: list[Rows] = []  # seen, and not yet in `_gross`
         self._seen = EVERY_ROW  # the rows of the gradient last looked at
         self._ones = self.probe.new_empty(2, 0)
-        self.first = 0
-        self.forget(0)
+        self.first = 0  # the step in which the gradient began to accumulate
+        self.uses = self.patterns = 0  # what was seen of it since
+        self._gross = 0.0
 
     def place(
         self,
@@ -115,6 +116,8 @@ class ParameterAudit(Whereabouts):
     def forget(self, step: int) -> None:
         """The gradient was reset: what accumulates from here on began at `step`."""
         self.first = step
+        if not self.uses:
+            return
         self.uses = self.patterns = 0
         self.expected.fill(0.0)
         self._gross = 0.0

@@ -65,12 +65,14 @@ def refuse_diverged(off: float, bound: float) -> None:
         raise Diverged(WEIGHTS_TOO_LARGE)
 
 
-def refuse_nowhere(weights: NDArray[np.float64]) -> None:
-    """Raise `Diverged` unless W v and its square are finite: all it can be asked by itself."""
-    size = float(np.abs(weights).max(initial=0.0))
-    refuse_diverged(size, size * size)
-
-
 def quietly() -> np.errstate:
     """Without numpy's warnings of overflows: what comes of them is looked at, and refused."""
     return np.errstate(over="ignore", invalid="ignore")
+
+
+@quietly()
+def refuse_nowhere(weights: NDArray[np.float64]) -> None:
+    """Raise `Diverged` unless W v and its square are finite: all it can be asked by itself."""
+    squared = float(weights.dot(weights))
+    if not squared < inf:
+        refuse_diverged(float(np.abs(weights).max(initial=0.0)), squared)
