@@ -50,14 +50,14 @@ def train(
 
 
 class Heads(nn.Module):
-    """Two layers side by side: a backward pass meets the second one first."""
+    """Two layers side by side: a backward pass meets the second one first, then a product."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(300, 200), nn.Linear(300, 200)
 
     def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(one), self.b(other)
+        return 1.0 * self.a(one), self.b(other)
 
 
 def break_off(_: Tensor) -> None:
@@ -78,7 +78,6 @@ def test_keys_of_a_broken_off_pass_are_the_right_ones_or_refused(
         for step in range(6):
             batch.copy_(torch.randn(300, 300))
             one, other = model(batch, batch)
-            one = 1.0 * one  # what is broken off has not come to the layer yet
             loss = one.square().mean() + other.square().mean()
             if step == 3:
                 one.register_hook(break_off)

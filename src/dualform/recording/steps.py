@@ -150,10 +150,8 @@ class Steps:
     @property
     def _looks_closely(self) -> bool:
         """Whether anything is to be looked at that is not in every step."""
-        if not self.accounts.stated:
-            return False
-        asks = self.complete_keys.asks(self.step)
-        return asks or (self.accounts.pass_over and self.complete_keys.follows(self.step))
+        follows = self.accounts.pass_over and self.complete_keys.follows(self.step)
+        return bool(self.accounts.stated) and (follows or self.complete_keys.asks(self.step))
 
     @property
     def begins_round(self) -> bool:
