@@ -242,7 +242,8 @@ def test_weights_that_are_put_back_are_no_error(
     loop = Loop(tmp_path, lambda loop, step: change(loop) if step % 7 == 3 else None, dtype=dtype)
     memory = loop.record()
     assert memory.exact
-    assert memory.remarks == ()
+    said = ["put back" in remark for remark in memory.remarks]  # once, if a counter has moved
+    assert said == ([True] if change is exchange_and_put_back else [])
     assert df.DualForm(loop.model, memory).verify().passed
 
 

@@ -8,7 +8,7 @@ that is missing or a gradient that is another one shows.
 
 Of layers recorded with keys alone it is noted in some steps only, two in a row, and which those are
 is known beforehand (`memory/noted.py`): between their fingerprints this is checked, and nothing is
-said of the others.
+said of the others. That they are there is checked, too.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def check_sketched(
     summed = SUM_ROUNDINGS * DOUBLE * max(rms(start.abs() @ probe.abs()), size)
     # What was noted of a gradient is all of it: scaled already, with what was carried into it.
     log = replace(view.log(name), kappa=np.ones(view.at), first=np.arange(view.at))
-    seen, unknown = np.nan_to_num(noted), np.isnan(noted)
+    seen, unknown = np.nan_to_num(noted), np.isnan(noted) & log.applied
     # A remark says so where a gradient was changed by the loop before it could be noted.
     excused = any(f"{name!r}: a gradient was changed in place" in r for r in memory.remarks)
-    missing = np.zeros_like(unknown) if excused else unknown
-    if memory.keys_alone(name):
-        missing = missing & log.applied & are_noted(view.at, memory.every)
+    due = ~np.zeros_like(unknown)
+    if memory.parameters[name].is_noted_in_part:
+        due = are_noted(view.at, memory.every) & log.applied
     typical = rms(torch.from_numpy(noted[~unknown]))
     stops = np.array([f.step for f in known], dtype=np.int64)
     buffers = buffer_sizes(log, seen, weight, momentum)
@@ -100,7 +100,8 @@ def check_sketched(
         moved = ww * weight + wm * momentum + float(added[0])
         carried = mw * weight + mm * momentum + float(added[1])
         now = float(sketch @ at_stop.values[name].double())
-        is_known, is_missing = not unknown[here].any(), bool(missing[here].any())
+        is_known = not unknown[here].any()
+        is_missing = not is_known and not excused and bool(due[here].any())
         if is_known or is_missing:
             lost = unmoved(torch.tensor(now - weight), size, at_stop.step - first, eps)
             scale = rms(at_stop.values[name].double()) or size or 1.0

@@ -19,6 +19,7 @@ from dualform.learning_rules.known import momentum_buffer as momentum_buffer
 from dualform.learning_rules.known import names_of_settings as names_of_settings
 from dualform.learning_rules.known import rule_of as rule_of
 from dualform.learning_rules.known import settings_of as settings_of
+from dualform.learning_rules.known import unknown_rule as unknown_rule
 from dualform.learning_rules.sgd import HYPERPARAMETERS as HYPERPARAMETERS
 from dualform.learning_rules.sgd import Coefficients as Coefficients
 from dualform.learning_rules.sgd import ParameterLog as ParameterLog

@@ -5,7 +5,7 @@ The exact class is asked for: a subclass may have changed the update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -97,3 +97,13 @@ def momentum_buffer(optimizer: Optimizer, parameter: Tensor) -> Tensor | None:
     name = "momentum_buffer" if rule is None else rule.momentum
     buffer = None if state is None or name is None else state.get(name)
     return buffer if isinstance(buffer, Tensor) else None
+
+
+def unknown_rule(optimizers: Iterable[Optimizer]) -> tuple[str, str] | None:
+    """The first optimizer whose learning rule is not known: its name, and what to say of it."""
+    for optimizer in optimizers:
+        try:
+            rule_of(optimizer)
+        except RecordingError as error:
+            return type(optimizer).__name__, str(error)
+    return None

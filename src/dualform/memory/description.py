@@ -56,6 +56,8 @@ class Parameter:
     misses more."""
     rule: str = SGD
     """The learning rule that moved it: "sgd", or one of the adaptive ones ("adam", …)."""
+    is_noted_in_part: bool = False
+    """Whether its gradients were looked at in some steps only: `noted.py` says in which."""
 
     @property
     def adaptive(self) -> AdaptiveRule | None:
@@ -259,6 +261,7 @@ def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
         _size(entry.get("left_out", 0.0)),
         _size(entry.get("left_out_most", 0.0)),
         _rule(entry.get("rule", SGD)),
+        entry.get("is_noted_in_part", False) is True,
     )
 
 

@@ -197,17 +197,13 @@ class Memory:
             )
         return kept[at].file.tensor(f"learned/{parameter}", known.shape, torch.float64)
 
-    def keys_alone(self, parameter: str) -> list[str]:
-        """The layers of a parameter that are recorded without their error signals."""
-        layers = (self.layer(name) for name in self.layers)
-        users = [la for la in layers if parameter in (la.weight, la.bias)]
-        return [la.name for la in users if not la.has_error_signals]
-
     def _closer(self, parameter: str) -> str:
         """With what every step of an accumulated parameter would have been kept."""
-        if alone := self.keys_alone(parameter):
+        layers = (self.layer(name) for name in self.layers)
+        users = [la.name for la in layers if parameter in (la.weight, la.bias)]
+        if any(not self.layer(name).has_error_signals for name in users):
             return (
-                f"the error signals of {alone[0]!r} too; a smaller snapshot_every keeps more steps"
+                f"the error signals of {users[0]!r} too; a smaller snapshot_every keeps more steps"
             )
         return "with a larger step_budget to keep every step"
 
@@ -352,7 +348,7 @@ class Memory:
     def audit_projections(self, parameter: str) -> NDArray[np.float64]:
         """u·(gradient v) of every step, as seen in training just before the optimizer's step.
 
-        NaN where it was not looked at: of `keys_alone` in all steps but those of `memory/noted.py`.
+        NaN where it was not looked at: `Parameter.is_noted_in_part`.
         """
         index = self._index(parameter)
         parts = [s.log_array("projection", len(self._order))[:, index] for s in self._segments]

@@ -79,6 +79,8 @@ class Site:
     """Whether no key of it was ever computed by training."""
     is_alone: bool
     """Whether its keys are kept without error signals."""
+    is_known: bool = False
+    """Whether a backward pass has come to it since its parameters became what they are."""
     weight: Tensor | None = None
     bias: Tensor | None = None
     nature: tuple[Any, ...] = ()
@@ -114,7 +116,7 @@ class Capture:
         self.context = context
         self.on_patterns = on_patterns
         self.needs_error_signals = True
-        """Whether those that are not kept are looked at in this step: then they must be final."""
+        """Whether those that are not kept may be looked at: then they must be final."""
         self._active, self._copies = True, Copies()
         self._pass, self._is_kept = -1, True  # the last backward pass, and whether its graph is
         self._forgotten: set[Layer] = set()
@@ -188,7 +190,7 @@ class Capture:
                 refuse_parametrized(site.layer, "bias")
             trained = (p for p in (weight, bias) if p is not None and p.requires_grad)
             site.nodes = tuple(map(self.node, trained))
-            site.bias, site.nature = bias, nature
+            site.bias, site.nature, site.is_known = bias, nature, False
             site.weight = weight if weight.is_leaf else None  # else it is looked at every time
         if not site.nodes:
             return
@@ -213,7 +215,7 @@ class Capture:
         context = self.context(site.layer)
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
         held = [key] if weight.requires_grad else (key,)
-        if site.is_alone and not self.needs_error_signals:
+        if site.is_alone and site.is_known and not self.needs_error_signals:
             hook_early(made_by, partial(self._backward_early, site, site.nodes, held, context))
         else:
             made_by.register_prehook(partial(self._backward, site, site.nodes, held, context))
@@ -244,7 +246,7 @@ class Capture:
         if not self._active or not any(map(will_accumulate, nodes)):
             return
         key, kind = keys[0], layer.kind
-        running = running_pass()
+        running, site.is_known = running_pass(), True
         if running != self._pass:
             self._pass, self._is_kept = running, is_graph_kept()
         if not self._is_kept and isinstance(keys, list):

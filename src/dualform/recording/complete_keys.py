@@ -52,7 +52,7 @@ class CompleteKeys:
         return self.is_due(step) or (step > 1 and self.is_due(step - 2))
 
     def asks(self, step: int) -> bool:
-        """Whether any is."""
+        """Whether any gradient is compared."""
         return self.is_due(step) or (bool(self._suspected) and step % self._every == 0)
 
     def check(self, watched: Watched, gradient: Tensor, step: int, *, is_first: bool) -> None:

@@ -1,17 +1,18 @@
 """Was anything changed by hand between two updates? Asked of torch's own counters.
 
-Every tensor counts how often it was changed in place. What the counters of a parameter, and of all
-that its optimizer remembers of it, say at the end of one update, they must still say when the next
-one begins. That costs a few comparisons of integers per parameter, and finds an edit, a clamp or a
-`load_state_dict` in the middle of a run before the optimizer has moved on from it. It is asked of
-parameters whose every step is not predicted: those under adaptive rules, and those of layers
-recorded with keys alone.
+Every tensor counts how often it was changed in place (all but torch's own fused optimizers see to
+that). What the counters of a parameter, and of all that its optimizer remembers of it, say at the
+end of one update, they must still say when the next one begins. That costs a few comparisons of
+integers per parameter, and finds an edit, a clamp or a `load_state_dict` in the middle of a run
+before the optimizer has moved on from it. It is asked of parameters whose every step is not
+predicted: those under adaptive rules, and those of layers recorded with keys alone.
 
-Weights may be exchanged and put back in between (averaged ones, for an evaluation). So where a
-counter of weights has moved, some of their entries decide: they must be what they were, to the bit.
+Weights may be exchanged and put back in between (averaged ones, for an evaluation), or moved and
+moved back (SAM). So where a counter of weights has moved, some of their entries decide: they must
+be what they were, within rounding.
 
 Why it is not all: an edit through `parameter.data` has no counter, and one that left those entries
-alone passes, too. Under adaptive rules `verify` finds either.
+alone passes, too. Under adaptive rules `verify` finds either, where error signals are kept.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from dualform.recording.parameters import Watched, apart, parameters_of, version
 
 BUFFER = "momentum_buffer"
 """What SGD remembers."""
+
+ROUNDINGS = 4.0
+"""How many roundings of the largest entry weights may be off by that were moved and moved back."""
 
 Remembered = tuple[str, object, int]
 
@@ -58,6 +62,8 @@ class Edits:
         self._known: dict[Watched, tuple[int | None, Counters]] = {}
         self._owners: dict[Watched, Optimizer] = {}
         self._entries = Entries()
+        self.put_back: dict[Watched, int | None] = {}
+        """Weights changed and, as far as some entries tell, put back: after which step."""
         owners = {id(p): o for o in optimizers for p in parameters_of(o)}
         for one in watched:
             owner = owners.get(id(one.parameter))
@@ -79,11 +85,13 @@ class Edits:
         last, before = self._known.get(watched, (None, None))
         since = "recording began" if last is None else f"its update of step {last}"
         until = "now" if step is None else f"that of step {step}"
-        if before is not None and not self._is_as_it_was(watched.parameter, before):
-            return (
-                f"it was changed in place between {since} and {until}: an edit, "
-                "a clamp, a load_state_dict. No pattern wrote that."
-            )
+        if before is not None and watched.parameter._version != before.version:
+            if not self._has_its_entries(watched.parameter, before):
+                return (
+                    f"it was changed in place between {since} and {until}: an edit, "
+                    "a clamp, a load_state_dict. No pattern wrote that."
+                )
+            self.put_back.setdefault(watched, last)
         state = _remembered(optimizer, watched)
         remembered = [] if before is None else before.remembered
         if not state:
@@ -105,7 +113,7 @@ class Edits:
                 self._owners[move.watched] = optimizer
                 self._known[move.watched] = step, self._counters(optimizer, move.watched)
 
-    def know(self, those: Together, step: int) -> None:
+    def know(self, those: Company, step: int) -> None:
         """What was noted of several, as their update of this step left them, is known of each."""
         for one, counters in those.each():
             self._known[one] = step, counters
@@ -115,14 +123,21 @@ class Edits:
         entries = self._entries.of(parameter)
         return Counters(parameter._version, entries, _remembered(optimizer, watched))
 
-    def _is_as_it_was(self, parameter: Tensor, before: Counters) -> bool:
-        """Whether weights were not touched, or, as far as some of them tell, were put back."""
-        if parameter._version == before.version:
-            return True
-        return _are_same(self._entries.of(parameter), before.entries)
+    def has_moved(self, watched: Watched, version: int) -> bool:
+        """Whether an update that was broken off has come to this parameter; its version before."""
+        _, before = self._known.get(watched, (None, None))
+        if before is None or watched.parameter._version != version:
+            return watched.parameter._version != version
+        now = self._entries.of(watched.parameter)  # fused ones do not count
+        return not _are_same(now, before.entries)
+
+    def _has_its_entries(self, parameter: Tensor, before: Counters) -> bool:
+        """Whether weights, as far as some of them tell, are what they were."""
+        now = self._entries.of(parameter)
+        return _are_same(now, before.entries) or _are_close(now, before.entries, parameter.dtype)
 
 
-class Together:
+class Company:
     """The counters of parameters that one optimizer moves by SGD: all asked for in a few calls."""
 
     def __init__(self, watched: Sequence[Watched], buffers: Sequence[Tensor | None]) -> None:
@@ -222,6 +237,16 @@ def _some_of(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     some = flat[:: apart(flat.numel(), tensor.shape[-1] if tensor.dim() else 1)]
     return some.view(torch.int16) if some.dtype == torch.bfloat16 else some
+
+
+def _are_close(one: bytes | Tensor, other: bytes | Tensor, dtype: torch.dtype) -> bool:
+    """Whether entries differ by no more than what adding something and taking it away rounds."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        if not isinstance(one, bytes) or not isinstance(other, bytes):
+            return False
+        one, other = (torch.frombuffer(bytearray(b), dtype=dtype) for b in (one, other))
+    off, size = (one.double() - other.double()).abs().max(), other.double().abs().max()
+    return bool(off <= ROUNDINGS * torch.finfo(dtype).eps * size)
 
 
 def _are_same(one: bytes | Tensor, other: bytes | Tensor) -> bool:

@@ -8,6 +8,7 @@ in the middle of writing a step down: that is raised only once nothing can be lo
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 from dualform.errors import AuditError
 from dualform.recording.parameters import Watched
@@ -32,6 +33,7 @@ class Findings:
         self._remarks: list[str] = []
         self._incomplete: dict[str, None] = {}  # parameters of which keys may be missing
         self._incomplete_keys = ""
+        self._put_back = False
         self._first_step = 0
         self.exact = True
         self.dropped = 0
@@ -77,6 +79,19 @@ class Findings:
             message = f"dualform: keys may be missing. {self._incomplete_keys}"
             warnings.warn(message, stacklevel=2)
         self._incomplete[watched.name] = None
+
+    def put_back(self, watched: Mapping[Watched, int | None]) -> None:
+        """Weights of keys alone were changed in place between updates, and put back, it seems."""
+        if not self._put_back:
+            name, step = next((w.name, step) for w, step in watched.items() if not w.resolved)
+            since = "recording began" if step is None else f"its update of step {step}"
+            self._put_back = True
+            self.remark(
+                f"parameter {name!r}: it was changed in place after {since}, and some of its "
+                "entries, looked at before the next update, are what they were: put back, as after "
+                "an evaluation with other weights. Whether all of them are is not known; error "
+                "signals would tell"
+            )
 
     def changed_by_hand(self, step: int, watched: Watched, reason: str) -> None:
         """Found before the next update; but weights or state are not the last one's any more."""

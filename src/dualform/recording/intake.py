@@ -90,6 +90,9 @@ class Intake:
         self._latest: Layer | None = None  # whose patterns came
         self._last: set[Layer] = set()  # whose patterns were the last of a backward pass
         self._changed: dict[tuple[int, Layer], str] = {}  # tensors that were amid a pass
+        self.had_many = False
+        """Whether there ever was a step of several backward passes: what was seen of one is asked
+        for in the next, to tell a gradient of zeros from one that was thrown away."""
 
     def next_step(self) -> None:
         self._passes, self._pass, self._changed = {}, None, {}
@@ -132,6 +135,7 @@ class Intake:
             is_clear = all(map(is_, map(gradient_in, self._all), repeat(None)))
             self._steps.accountant.make_room(() if is_clear else places_of(self._all))
             number, is_first = len(self._passes), not self._passes
+            self.had_many = self.had_many or not is_first
             self._clerk.wait(even_for_later=not is_first)
             is_simple = (
                 is_first

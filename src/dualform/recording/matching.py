@@ -61,7 +61,7 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
         raise wrong[0] if wrong else _nothing_fits(memory, targets, prints)
     if any(target.log is None for target in targets):
         return _replayed(memory, targets, prints, wrong)
-    if any(_is_passed_over(memory, target.name) for target in targets):
+    if any(known.is_noted_in_part for known in memory.parameters.values()):
         raise wrong[0] if wrong else _nothing_fits(memory, targets, prints)
     rough, apart = _rough_distances(memory, targets, prints)
     pairs = list(itertools.pairwise(prints))
@@ -81,11 +81,6 @@ def find_step(memory: Memory, parameters: Parameters) -> int:
         assert nearest.misfit is not None
         raise _wrong_momentum(memory, nearest.step, nearest.misfit)
     raise wrong[0] if wrong else _nothing_fits(memory, targets, prints, apart)
-
-
-def _is_passed_over(memory: Memory, name: str) -> bool:
-    """Whether nothing leads from one fingerprint of a parameter to the next."""
-    return bool(memory.keys_alone(name)) and bool(np.isnan(memory.audit_projections(name)).any())
 
 
 def _replayed(

@@ -38,6 +38,8 @@ def hook_early(node: Node, hook: Hook) -> None:
         node.register_prehook(lambda error_signals: hook(error_signals[0]))
         return
     carrier = _carriers.tensor
-    carrier._backward_hooks = {0: hook}
-    carry(carrier)
-    carrier._backward_hooks = None
+    try:
+        carrier._backward_hooks = {0: hook}
+        carry(carrier)
+    finally:
+        carrier._backward_hooks = None

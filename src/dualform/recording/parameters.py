@@ -96,6 +96,7 @@ class Watched:
             "layers": [layer.name for layer in self.layers if self.coverage == "patterns"],
             "role": self.role,
             "rule": SGD if self.rule is None else self.rule.name,
+            "is_noted_in_part": self.is_read_off and self.rule is None,
         }
 
 

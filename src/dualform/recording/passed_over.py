@@ -11,7 +11,7 @@ from operator import is_
 
 import numpy as np
 
-from dualform.recording.edits import Edits, Together, can_be_noted
+from dualform.recording.edits import Company, Edits, can_be_noted
 from dualform.recording.explaining import Move, Reading
 from dualform.recording.parameters import parameters_of
 from dualform.recording.ring import StepRecord
@@ -40,7 +40,7 @@ class PassedOver(Routine):
         self._edits, self._about_to, self._last = edits, -1, -1  # steps: not handed on; -1: none
         self._shares = [ALL] * len(groups)
         buffers = [buffer_in(reading.optimizer.state.get(p, {})) for p in self._parameters]
-        self._together = Together(self._watched, buffers)
+        self._company = Company(self._watched, buffers)
 
     @classmethod
     def of(cls, reading: Reading, edits: Edits, transition_of: TransitionOf) -> PassedOver | None:
@@ -57,16 +57,23 @@ class PassedOver(Routine):
             return False
         if any(map(is_, map(gradient_in, self._parameters), repeat(None))):
             return False
+        for settings, known in zip(reading.optimizer.param_groups, self._groups, strict=True):
+            if known.fresh and settings["momentum"]:
+                return False  # there is about to be a buffer
         self._about_to = step
-        return self._together.are_untouched()
+        return self._company.are_untouched()
 
     def take(self, record: StepRecord) -> None:
         for i, *_ in self._places:
             record.projection[i] = np.nan
         for number, transition in enumerate(self._of_groups):
             self._shares[number] = carried(transition[:4], self._shares[number])
-        self._together.note()
+        self._company.note()
         self._last = self._about_to
+
+    def begin_anew(self) -> None:
+        """Steps in between were read in full, and there may be more like those before."""
+        self._company.note()
 
     def settle(self) -> None:
         if self._last == -1:
@@ -75,11 +82,11 @@ class PassedOver(Routine):
             for watched in group.watched:
                 watched.audit.carry(share)
         self._shares = [ALL] * len(self._groups)
-        self._edits.know(self._together, self._last)
+        self._edits.know(self._company, self._last)
         self._last = -1
 
     def moves(self, step: int) -> list[Move]:
-        versions, of_groups = self._together.versions, self._of_groups
+        versions, of_groups = self._company.versions, self._of_groups
         each = zip(self._watched, self._places, versions, strict=True)
         return [
             Move(

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from dualform.errors import AuditError, RecordingError
 from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
 from dualform.layers.naming import possible_names
+from dualform.learning_rules import unknown_rule
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.buffers import BufferWatch
 from dualform.recording.capture import Capture, running_pass
@@ -46,7 +47,7 @@ from dualform.recording.parameters import Parameters, Watched, is_reset
 from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, reopen, started
 from dualform.recording.sink import SETS, DiskSink, Sink
-from dualform.recording.steps import Steps, unknown_rule
+from dualform.recording.steps import Steps
 from dualform.recording.storage import Storage
 from dualform.recording.tags import Context, Tag, Tags
 from dualform.recording.unused import Unused
@@ -430,7 +431,7 @@ class Recorder:
         record, gradients, states = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls = 0
-        self._capture.needs_error_signals = self._steps.begins_round
+        self._capture.needs_error_signals = self._steps.begins_round or self._intake.had_many
         self._intake.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed, states)

@@ -52,6 +52,12 @@ class Routines:
         if reading.unscale != 1.0:
             return
         found: Routine | None
+        known = self._of.get(reading.optimizer)
+        if isinstance(known, PassedOver) and all(
+            move.watched.is_read_off for move in reading.moves
+        ):
+            known.begin_anew()
+            return
         if reading.resolved:
             found = Plain.of(reading, self._audits, self._clerk, self._transition_of)
         elif reading.moves and not reading.moves[0].is_followed:

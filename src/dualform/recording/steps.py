@@ -8,7 +8,7 @@ has, or when one moves twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from dualform.errors import RecordingError
 from dualform.learning_rules import (
     ParameterLog,
     adaptive_rule_of,
-    rule_of,
     settings_of,
     transitions,
 )
@@ -155,8 +154,9 @@ class Steps:
 
     @property
     def begins_round(self) -> bool:
-        """Whether gradients of keys alone are compared with their patterns in this step."""
-        return self.complete_keys.is_due(self.step)
+        """Whether gradients of keys alone are compared with their patterns in this step or the
+        next: with optimizers in turns, that begins while this one is still open."""
+        return self.complete_keys.is_due(self.step) or self.complete_keys.is_due(self.step + 1)
 
     @property
     def needs_fingerprint(self) -> bool:
@@ -184,6 +184,8 @@ class Steps:
             changed = self._edits.found(optimizer, move.watched, self.step)
             if changed is not None:
                 self._findings.changed_by_hand(self.step, move.watched, changed)
+            elif move.watched in self._edits.put_back and not move.watched.resolved:
+                self._findings.put_back(self._edits.put_back)
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
         return reading
@@ -226,6 +228,8 @@ class Steps:
             elif watched.rule is None:
                 follows = self.complete_keys.follows(self.step)
                 move.is_followed = follows and watched.audit.is_followed
+                if is_first and not follows:  # it was to stay as it was until now
+                    self.compare(watched, watched.audit.project(watched.parameter))
         if move.account is None:
             if move.gradient is not None:
                 move.gradient = gradient.detach().to("cpu", copy=True)
@@ -332,11 +336,12 @@ class Steps:
             if (
                 m.watched.audit.has_moved(m.watched.parameter, m.transition)
                 if m.transition is not None and m.is_followed
-                else m.watched.parameter._version != m.version
+                else self._edits.has_moved(m.watched, m.version)
             )
         ]
         if moves:
             self._take(reading, moves)
+        self._edits.note(reading.optimizer, reading.moves, self.step)  # what was begun, too
 
     def _note_settings(self, reading: Reading) -> int:
         """Write down the settings of all groups; how many other optimizers had before."""
@@ -487,13 +492,3 @@ class Steps:
         self.stepped = []
         self.step += 1
         return done
-
-
-def unknown_rule(optimizers: Iterable[Optimizer]) -> tuple[str, str] | None:
-    """The first optimizer whose learning rule is not known: its name, and what to say of it."""
-    for optimizer in optimizers:
-        try:
-            rule_of(optimizer)
-        except RecordingError as error:
-            return type(optimizer).__name__, str(error)
-    return None
