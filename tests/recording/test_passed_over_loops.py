@@ -104,6 +104,88 @@ LOOPS = (
 MOVED_BACK = (sharpness_aware,)
 
 
+def test_moving_weights_back_is_no_edit_where_they_are_small(tmp_path: Path) -> None:
+    for kind in (SGD, AdamW):
+        model = network().float()
+        for layer in (model[0], model[2]):
+            nn.init.zeros_(layer.bias)
+        optimizer = kind(model.parameters(), lr=1e-4)
+        path = tmp_path / kind.__name__
+        with df.record(model, optimizer, path, error_signals=False):
+            for step in range(30):
+                loss = model(batch(step).float()).square().mean()
+                loss.backward()
+                norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
+                moves = [(p, 0.05 / norm * p.grad) for p in model.parameters()]
+                with torch.no_grad():
+                    for parameter, move in moves:
+                        parameter.add_(move)
+                optimizer.zero_grad()
+                model(batch(step).float()).square().mean().backward()
+                with torch.no_grad():
+                    for parameter, move in moves:
+                        parameter.sub_(move)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert df.Memory.open(path).exact
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize("error_signals", [True, False])
+def test_an_update_that_was_not_made_is_not_recorded(
+    tmp_path: Path, kind: Any, error_signals: bool
+) -> None:
+    """Weights were moved and moved back, then a hook ends training before the update."""
+    model = network().float()
+    optimizer = kind(model.parameters(), lr=1e-3)
+
+    def stop(*_: Any) -> None:
+        raise StopIteration
+
+    with (
+        pytest.raises(StopIteration),
+        df.record(model, optimizer, tmp_path, error_signals=error_signals),
+    ):
+        for step in range(20):
+            model(batch(step).float()).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.01)
+                    parameter.sub_(0.01)
+            if step == 10:
+                optimizer.register_step_pre_hook(stop)
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = df.Memory.open(tmp_path)
+    assert memory.steps == 10
+    assert memory.layer("0").rows == 80
+
+
+@pytest.mark.parametrize("error_signals", [True, False])
+def test_state_changed_in_an_update_that_was_broken_off_is_found_under_adam(
+    tmp_path: Path, error_signals: bool
+) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+
+    def change_and_stop(*_: Any) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(3)
+        raise StopIteration
+
+    with (
+        pytest.raises(StopIteration),
+        df.record(model, optimizer, tmp_path, error_signals=error_signals),
+    ):
+        for step in range(20):
+            backward(model, step)
+            if step == 10:
+                optimizer.register_step_pre_hook(change_and_stop)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not df.Memory.open(tmp_path).exact
+
+
 def record(path: Path, loop: Loop, kind: Any, error_signals: bool, **options: Any) -> df.Memory:
     model = network()
     settings = {"lr": 0.05, "momentum": 0.9} if kind is SGD else {"lr": 1e-3}
@@ -182,6 +264,20 @@ def test_an_update_whose_hook_ends_training_was_made(
     assert memory.exact
     assert memory.steps == last
     assert df.DualForm(model, memory).verify().passed
+
+
+def test_a_layer_that_joins_late_under_a_hook_of_the_loops_own(tmp_path: Path) -> None:
+    model = network()
+    optimizer = SGD(model[0].parameters(), lr=0.05, momentum=0.9)
+    model[2].register_forward_hook(lambda m, i, output: output.register_hook(shape) and None)
+    with df.record(model, optimizer, tmp_path, error_signals=False):
+        for step in range(20):
+            if step == 7:
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+            backward(model, step)
+            optimizer.step()
+            model.zero_grad()
+    assert df.Memory.open(tmp_path).remarks == ()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -74,7 +74,7 @@ def check_sketched(
     due = ~np.zeros_like(unknown)
     if memory.parameters[name].is_noted_in_part:
         due = are_noted(view.at, memory.every) & log.applied
-    typical = rms(torch.from_numpy(noted[~unknown]))
+    typical = rms(torch.from_numpy(noted[~np.isnan(noted)]))
     stops = np.array([f.step for f in known], dtype=np.int64)
     buffers = buffer_sizes(log, seen, weight, momentum)
     for one, following in pairwise(known if unknown.any() else ()):  # what led there is not known

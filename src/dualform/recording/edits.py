@@ -33,7 +33,7 @@ BUFFER = "momentum_buffer"
 """What SGD remembers."""
 
 ROUNDINGS = 4.0
-"""How many roundings of the largest entry weights may be off by that were moved and moved back."""
+"""How many roundings of the largest weights those may be off by that were moved and moved back."""
 
 Remembered = tuple[str, object, int]
 
@@ -123,18 +123,20 @@ class Edits:
         entries = self._entries.of(parameter)
         return Counters(parameter._version, entries, _remembered(optimizer, watched))
 
-    def has_moved(self, watched: Watched, version: int) -> bool:
-        """Whether an update that was broken off has come to this parameter; its version before."""
+    def has_other_entries(self, watched: Watched) -> bool:
+        """Whether a parameter's entries are not those of its last update, to the bit."""
         _, before = self._known.get(watched, (None, None))
-        if before is None or watched.parameter._version != version:
-            return watched.parameter._version != version
-        now = self._entries.of(watched.parameter)  # fused ones do not count
-        return not _are_same(now, before.entries)
+        return before is not None and not _are_same(
+            self._entries.of(watched.parameter), before.entries
+        )
 
     def _has_its_entries(self, parameter: Tensor, before: Counters) -> bool:
         """Whether weights, as far as some of them tell, are what they were."""
         now = self._entries.of(parameter)
-        return _are_same(now, before.entries) or _are_close(now, before.entries, parameter.dtype)
+        if _are_same(now, before.entries):
+            return True
+        size = max(one.audit.spread for one in self._known)  # what was added may be larger than it
+        return _are_close(now, before.entries, parameter.dtype, size)
 
 
 class Company:
@@ -239,14 +241,19 @@ def _some_of(tensor: Tensor) -> Tensor:
     return some.view(torch.int16) if some.dtype == torch.bfloat16 else some
 
 
-def _are_close(one: bytes | Tensor, other: bytes | Tensor, dtype: torch.dtype) -> bool:
-    """Whether entries differ by no more than what adding something and taking it away rounds."""
+def _are_close(one: bytes | Tensor, other: bytes | Tensor, dtype: torch.dtype, size: float) -> bool:
+    """Whether entries differ by no more than what adding something and taking it away rounds.
+
+    `size`: of the largest weights. In 16 bits that would be a few percent: nothing is allowed.
+    """
+    if dtype.itemsize < 4:
+        return False
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         if not isinstance(one, bytes) or not isinstance(other, bytes):
             return False
         one, other = (torch.frombuffer(bytearray(b), dtype=dtype) for b in (one, other))
-    off, size = (one.double() - other.double()).abs().max(), other.double().abs().max()
-    return bool(off <= ROUNDINGS * torch.finfo(dtype).eps * size)
+    off, largest = (one.double() - other.double()).abs().max(), other.double().abs().max()
+    return bool(off <= ROUNDINGS * torch.finfo(dtype).eps * max(float(largest), size))
 
 
 def _are_same(one: bytes | Tensor, other: bytes | Tensor) -> bool:

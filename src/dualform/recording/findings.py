@@ -82,8 +82,9 @@ class Findings:
 
     def put_back(self, watched: Mapping[Watched, int | None]) -> None:
         """Weights of keys alone were changed in place between updates, and put back, it seems."""
-        if not self._put_back:
-            name, step = next((w.name, step) for w, step in watched.items() if not w.resolved)
+        found = ((w.name, step) for w, step in watched.items() if not w.resolved)
+        name, step = next(found, ("", None))
+        if name and not self._put_back:
             since = "recording began" if step is None else f"its update of step {step}"
             self._put_back = True
             self.remark(

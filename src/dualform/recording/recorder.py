@@ -431,7 +431,9 @@ class Recorder:
         record, gradients, states = self._steps.close()
         changed, self._changed = self._changed, {}
         self._calls = 0
-        self._capture.needs_error_signals = self._steps.begins_round or self._intake.had_many
+        self._capture.needs_error_signals = (
+            self._steps.begins_round or self._steps.some_are_untrained or self._intake.had_many
+        )
         self._intake.next_step()
         self._graph.next_step()
         self._sink.end_step(record, gradients, changed, states)

@@ -69,6 +69,7 @@ class Steps:
         clerk: Clerk,
     ) -> None:
         self.step = 0
+        self.some_are_untrained = True
         self.stepped: list[Optimizer] = []
         self._parameters = parameters
         self._optimizers = list(optimizers)
@@ -180,12 +181,12 @@ class Steps:
                 if parameter.grad is not None:
                     self._read_parameter(reading, watched, parameter.grad)
         explain(reading, self._parameters.audits, self.step, self._findings)
+        self.some_are_untrained = any(w.coverage == "untrained" for w in self._parameters)
         for move in reading.moves if self._known_rules else ():
             changed = self._edits.found(optimizer, move.watched, self.step)
             if changed is not None:
                 self._findings.changed_by_hand(self.step, move.watched, changed)
-            elif move.watched in self._edits.put_back and not move.watched.resolved:
-                self._findings.put_back(self._edits.put_back)
+        self._findings.put_back(self._edits.put_back)
         if self.states is not None:
             self.states.before(optimizer, reading.moves, reading.settings, self.step)
         return reading
@@ -330,18 +331,22 @@ class Steps:
         for move in reading.moves:
             if move.account is not None and move.gradient is not None:
                 move.watched.audit.look_at(move.gradient)
-        moves = [
-            m
-            for m in reading.moves
-            if (
-                m.watched.audit.has_moved(m.watched.parameter, m.transition)
-                if m.transition is not None and m.is_followed
-                else self._edits.has_moved(m.watched, m.version)
-            )
-        ]
+        passed = [m for m in reading.moves if not m.is_followed]
+        # fused optimizers do not count, and move all of theirs at once
+        fused = any(g.get("fused") for g in reading.optimizer.param_groups) and any(
+            self._edits.has_other_entries(m.watched) for m in passed
+        )
+        moves = [m for m in reading.moves if self._was_made(m) or (fused and not m.is_followed)]
         if moves:
             self._take(reading, moves)
-        self._edits.note(reading.optimizer, reading.moves, self.step)  # what was begun, too
+        self._edits.note(reading.optimizer, passed, self.step)  # buffers may have been begun with
+
+    def _was_made(self, move: Move) -> bool:
+        """Whether an update that was broken off has come to this parameter."""
+        parameter, audit = move.watched.parameter, move.watched.audit
+        if move.transition is None or not move.is_followed:
+            return parameter._version != move.version
+        return audit.has_moved(parameter, move.transition)
 
     def _note_settings(self, reading: Reading) -> int:
         """Write down the settings of all groups; how many other optimizers had before."""
@@ -454,6 +459,7 @@ class Steps:
         for watched, changed in self._edits.found_now() if self._known_rules else ():
             if not watched.spoiled:
                 self._unexplained_update(watched, changed)
+        self._findings.put_back(self._edits.put_back)
 
     def _unexplained_update(self, watched: Watched, reason: str) -> None:
         watched.spoiled = True
