@@ -9,8 +9,8 @@ but for a factor.
 
 In such a step, and the one after it, the weights are followed, too: by SGD's rule, these gradients
 must lead from the fingerprint before the first of them to the one after the second. Two, so that
-what a loop does to its weights between any two updates shows. To look at every gradient would cost
-more than all else that is done for keys alone.
+what a loop does to its weights between any two updates shows. To look at every gradient would be a
+large part of what keys alone cost.
 """
 
 from __future__ import annotations

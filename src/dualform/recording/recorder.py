@@ -390,9 +390,7 @@ class Recorder:
         self._interrupts.hold()  # until the update is written down, in _after_step
         try:
             with self._lock:
-                if self._steps.stepped and self._steps.has_moved(
-                    optimizer
-                ):  # twice without a backward pass in between
+                if self._steps.has_moved(optimizer):  # twice without a backward pass in between
                     self._clerk.wait()
                     self._close_step()
                 self._clerk.wait()
