@@ -41,7 +41,6 @@ if os.path.exists("/proc/cpuinfo") and "avx512f" in Path("/proc/cpuinfo").read_t
 import numpy as np
 import torch
 from asking.contenders import (
-    LAYER,
     WIDTH,
     Asked,
     K,
@@ -60,8 +59,6 @@ from asking.measuring import (
     without_loops,
 )
 from torch import Tensor
-
-import dualform as df
 
 
 def one_query(asked: Asked, turns: int) -> None:
@@ -82,26 +79,6 @@ def one_query(asked: Asked, turns: int) -> None:
     report(f"{what}: gemv alone / ours", times, "gemv", "plain")
     report(f"{what}: the authors' way / ours", times, "authors", "plain")
     report("1 query, top 500: gemv alone / ours", times, "gemv", "plain top")
-
-
-def short_keys(asked: Asked, turns: int) -> None:
-    if not fast():
-        return
-    expected = asked.top()
-    started = time.process_time()
-    made = df.DualForm(None, asked.memory).prepare(LAYER)
-    built = time.process_time() - started
-    found = asked.top()
-    assert np.array_equal(found["pattern"], expected["pattern"])
-    assert np.array_equal(found["weight"], expected["weight"])
-    times = in_turns(
-        {"float32": asked.torch, "ours": asked.top, "exact": lambda: asked.spotlight()._held},
-        turns,
-    )
-    facts = {"bytes": int(made["bytes"][0]), "built_in_cpu_seconds": round(built, 2)}
-    what = "1 query, exact top 500 by short keys"
-    report(f"{what}: float32 scan and topk / ours", times, "float32", "ours", least=2.0, **facts)
-    report(f"{what}: our own float64 scan / ours", times, "exact", "ours")
 
 
 def many_queries(asked: Asked, turns: int) -> None:
@@ -261,7 +238,6 @@ def main() -> None:
         queries = queries_for(model, 10_000)
         one_query(Asked(path, queries[:1]), options.turns)
         threads(Asked(path, queries[:1]), options.turns)
-        short_keys(Asked(path, queries[:1]), options.turns)
         many_queries(Asked(path, queries[:256]), max(2, options.turns - 2))
         threads(Asked(path, queries[:256]), max(2, options.turns - 3))
         class_sums(path, queries, 32)

@@ -562,7 +562,6 @@ def test_contribute_splits_a_margin_and_adds_it_up(place: Path, ask_json: Any) -
         (("attend", "run", "--example", 5, "--export", "nowhere/top.csv"), "cannot be written"),
         (("attend", "run", "--example", 5, "--over", "source"), "text"),
         (("attend", "run", "--example", 5, "--over", "step", "--bins", 0), "at least one"),
-        (("prepare", "run", "--layer", "fc9"), "no layer 'fc9'"),
     ],
 )
 def test_questions_that_cannot_be_answered_say_why(ask: Any, asked: Any, words: str) -> None:
@@ -602,11 +601,3 @@ def test_parquet_keeps_types_and_the_caption(place: Path, ask: Any, tmp_path: Pa
     assert table.column_names == list(answer.columns)
     assert table["contribution"].to_pylist() == answer["contribution"].tolist()
     assert table.schema.metadata[b"caption"].decode() == answer.caption
-
-
-def test_prepare_says_how_much_it_made(place: Path, ask_json: Any, tmp_path: Path) -> None:
-    shutil.copytree(place / "run", tmp_path / "run")
-    found = ask_json("prepare", tmp_path / "run", "--layer", "fc1")
-    assert found["rows"] == [{"layer": "fc1", "bytes": 80 * (6 + 12)}]
-    before = ask_json("attend", place / "run", "--example", 5)["layers"]
-    assert ask_json("attend", tmp_path / "run", "--example", 5)["layers"] == before

@@ -143,25 +143,6 @@ main.add_command(questions.contribute)
 
 
 @main.command()
-@run_argument
-@click.option("--layer", "layers", multiple=True, help="Only this layer; may be repeated.")
-@json_option
-def prepare(run: Path, layers: tuple[str, ...], as_json: bool) -> None:
-    """Make short copies of the keys, so that single questions are answered faster.
-
-    A quarter of the bytes of float32 keys, in RUN/derived; delete that directory whenever you like.
-    Answers stay the same. Needs the extra `fast` to be of use.
-    """
-    dual = df.DualForm(None, df.Memory.open(run))
-    with questions.working("preparing"):
-        made = dual.prepare(layers or None)
-    if as_json:
-        terminal.show_json({"run": str(run), **made.to_dict()})
-    else:
-        terminal.show(made)
-
-
-@main.command()
 @model_option
 @click.option("--batch", required=True, type=int, help="Examples per update.")
 @click.option("--steps", required=True, type=int, help="How many updates.")

@@ -241,13 +241,3 @@ def test_while_a_memory_is_being_recorded_nothing_is_kept(train: Any, tmp_path: 
         recorder.flush()
         answers(run, tmp_path / "open")
         assert not (tmp_path / "open" / room.DERIVED).exists()
-
-
-def test_prepared_short_keys_are_kept_and_listed(run: Any, path: Path) -> None:
-    table = df.DualForm(None, path).prepare("fc1")
-    assert table["layer"].tolist() == ["fc1"]
-    assert table["bytes"].tolist() == [240 * (6 + 12)]
-    (file,) = kept(path)
-    assert file.name.startswith("short-")
-    with pytest.raises(df.QueryError, match="no layer 'fc9'"):
-        df.DualForm(None, path).prepare("fc9")

@@ -20,7 +20,6 @@ from dualform.attention import (
     products,
     ranking,
     recurring,
-    short_keys,
     visits,
 )
 from dualform.attention import group_sums as sums
@@ -370,31 +369,6 @@ def test_compiled_loops_use_all_threads_and_give_the_same(monkeypatch: Any, thre
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(made=worlds(), k=st.integers(1, 130), sign=st.sampled_from(["most", "least"]))
-def test_short_keys_give_the_very_same_top(monkeypatch: Any, made: Any, k: int, sign: str) -> None:
-    choose(monkeypatch, "compiled, few")
-    world, queries, included, _, _ = made
-    assert not short_keys.serve(world.layer, queries[:1], sign)
-    assert short_keys.prepare(world.layer) == world.rows * (world.in_features + 12)
-    for query in queries:
-        found = ranking.top_patterns(world.layer, query[None], included, k, sign)
-        check_top(world, query[None], included, None, 1, k, sign, found)
-
-
-def test_short_keys_leave_little_to_weigh_again(monkeypatch: Any) -> None:
-    choose(monkeypatch, "compiled, few")
-    generator = torch.Generator().manual_seed(0)
-    world = World(torch.randn(20_000, 64, generator=generator).relu(), [])
-    query = torch.randn(1, 64, generator=generator, dtype=torch.float64).relu()
-    short_keys.prepare(world.layer)
-    found = short_keys.top(world.layer, query, None, 100, "most")
-    assert found is not None
-    assert 100 <= len(found[1]) < 400
-
-
-@settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(made=worlds())
@@ -505,21 +479,16 @@ def test_a_pass_over_keys_that_are_stored_once_reports_its_progress_too() -> Non
         assert told[-1] == (world.distinct.rows, world.distinct.rows)
 
 
-def test_weighing_again_and_short_keys_report_their_progress(monkeypatch: Any) -> None:
+def test_weighing_again_reports_its_progress(monkeypatch: Any) -> None:
     choose(monkeypatch, "compiled, few")
     world = World(torch.randn(10_000, 6), [100])
     ask = torch.ones(1, 6, dtype=torch.float64)
-    short_keys.prepare(world.layer)
     rows = np.arange(0, 10_000, 99)
-    for question in (
-        lambda: weights_room.pair_weights(world.layer, rows, ask, np.zeros_like(rows)),
-        lambda: short_keys.top(world.layer, ask, None, 3, "most"),
-    ):
-        told: list[tuple[int, int]] = []
-        with df.attention.reporting(lambda done, total, told=told: told.append((done, total))):
-            question()
-        assert told[0] == (0, 10_000)
-        assert told[-1] == (10_000, 10_000)
+    told: list[tuple[int, int]] = []
+    with df.attention.reporting(lambda done, total: told.append((done, total))):
+        weights_room.pair_weights(world.layer, rows, ask, np.zeros_like(rows))
+    assert told[0] == (0, 10_000)
+    assert told[-1] == (10_000, 10_000)
 
 
 @pytest.mark.parametrize("way", ["few", "plain"])

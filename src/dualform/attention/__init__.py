@@ -7,9 +7,9 @@ and `used.py` say), `verification.py` the certificate (with `tally.py` and `roun
 
 Below them the engine: `engine.py` streams a layer's patterns, `grouping.py` puts them into groups;
 `weights.py` weighs a few queries exactly, `ranking.py` finds the strongest of many (with
-`products.py`, `candidates.py`, `visits.py` and `short_keys.py`), `group_sums.py` and
-`group_matrices.py` answer in closed form (with `recurring.py` and `buckets.py`), `tables.py` keeps
-what was found, `compiled.py` holds the inner loops.
+`products.py`, `candidates.py` and `visits.py`), `group_sums.py` and `group_matrices.py` answer in
+closed form (with `recurring.py` and `buckets.py`), `tables.py` keeps what was found, `compiled.py`
+holds the inner loops.
 """
 
 from dualform.attention.contribution import Contribution

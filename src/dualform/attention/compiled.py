@@ -40,7 +40,6 @@ class Kernels(NamedTuple):
     """The compiled loops; all of them let other Python threads run."""
 
     pair_weights: Callable[..., None]
-    short_weights: Callable[..., None]
     add_rows: Callable[..., bool]
     reach: Callable[..., tuple[int, int]]
     insert: Callable[..., int]
@@ -74,9 +73,7 @@ def _compiled() -> Kernels | None:
 
 
 def _all(loop: Callable[..., Any]) -> Kernels:
-    return Kernels(
-        loop(_pair_weights), loop(_short_weights), loop(_add_rows), loop(_reach), loop(_insert)
-    )
+    return Kernels(loop(_pair_weights), loop(_add_rows), loop(_reach), loop(_insert))
 
 
 def _pair_weights(keys: Any, rows: Any, queries: Any, which: Any, out: Any) -> None:
@@ -100,16 +97,6 @@ def _pair_weights(keys: Any, rows: Any, queries: Any, which: Any, out: Any) -> N
             three += np.float64(third[i]) * s[i]
             four += np.float64(fourth[i]) * t[i]
         out[p], out[b], out[c], out[d] = one, two, three, four
-
-
-def _short_weights(short: Any, query: Any, out: Any) -> None:
-    """out[t] = short[t]·query for keys of one byte per number, in float32."""
-    rows, width = short.shape
-    for t in range(rows):
-        total = np.float32(0)
-        for i in range(width):
-            total += np.float32(short[t, i]) * query[i]
-        out[t] = total
 
 
 def _add_rows(keys: Any, bits: Any, codes: Any, sums: Any, order: Any, ends: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import queries as asking
-from dualform.attention import short_keys, splitting
+from dualform.attention import splitting
 from dualform.attention.averaging import averaging
 from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution
@@ -29,7 +29,6 @@ from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
 from dualform.memory import Memory
-from dualform.table import Table
 
 
 class DualForm:
@@ -311,19 +310,6 @@ class DualForm:
             >>> dual.routed(by="task")(images)                             # doctest: +SKIP
         """
         return Routed(self, by, layer, check_k(k))
-
-    def prepare(self, layers: str | Sequence[str] | None = None) -> Table:
-        """Make short copies of the keys, which find the top patterns of one query twice as fast.
-
-        They are kept in `derived/` beside the memory, a quarter of the bytes of float32 keys, and
-        may be deleted at any time. Used only with the extra `fast`; answers stay the same.
-
-        Example:
-            >>> dual.prepare("fc1")                                        # doctest: +SKIP
-        """
-        names = layers_named(self.memory, None if layers is None else _names(layers))
-        sizes = [short_keys.prepare(self.memory.layer(name)) for name in names]
-        return Table({"layer": names, "bytes": sizes}, "short keys, in bytes")
 
     def __repr__(self) -> str:
         lines = [

@@ -71,17 +71,6 @@ def distinct_blocks(distinct: DistinctKeys, size: int = BLOCK) -> Iterator[tuple
         progress(distinct.rows, distinct.rows)
 
 
-def starts(total: int, size: int = BLOCK) -> Iterator[int]:
-    """Where each block of so many rows begins, with progress."""
-    progress = _progress.get()
-    for start in range(0, total, size):
-        if progress is not None:
-            progress(start, total)
-        yield start
-    if progress is not None:
-        progress(total, total)
-
-
 @dataclass(frozen=True)
 class Scanned:
     """A block of patterns in float64: row numbers, keys [b, d_in], error signals [b, d_out].

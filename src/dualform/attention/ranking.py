@@ -2,9 +2,8 @@
 
 A few queries: every weight is computed in float64 (`weights.py`), and the best are picked out. Many
 queries: blocks of keys are multiplied with all of them, as fast as the machine can, and compared
-with one limit per query and group (`candidates.py`). One query, where short copies of the
-keys have been prepared: these say what cannot be among the best (`short_keys.py`). Keys that are
-stored once are ranked once (`visits.py`).
+with one limit per query and group (`candidates.py`). Keys that are stored once are ranked
+once (`visits.py`).
 
 Why it is hard: the last digits of a matrix product depend on where a row sits in a block. Yet
 identical keys must tie exactly, the earlier pattern first. So limits leave room for everything that
@@ -23,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, short_keys, weights
+from dualform.attention import engine, weights
 from dualform.attention.candidates import (
     Candidates,
     CompiledCandidates,
@@ -103,10 +102,6 @@ def top_patterns(
     """
     order(sign)
     k = min(k, max(1, layer.rows))
-    if held is None and cells is None and scales is None:
-        short = short_keys.top(layer, queries, included, k, sign)
-        if short is not None:
-            return _settle(layer, queries, *short, k, sign, 1, None)
     if layer.kind == "embedding" and not weights.are_few(layer, queries):
         return _one_by_one(layer, queries, included, k, sign, cells, scales)
     if held is None and weights.are_few(layer, queries):

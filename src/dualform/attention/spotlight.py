@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import buckets, engine, grouping, ranking, short_keys
+from dualform.attention import buckets, engine, grouping, ranking
 from dualform.attention.group_sums import Build, group_sums, sums_of_held
 from dualform.attention.weights import all_weights, are_few, check_size
 from dualform.errors import QueryError
@@ -98,8 +98,6 @@ class Spotlight:
         k = check_k(k)
         names = [] if by is None else grouping.named((by,), self.patterns)
         cells = None if by is None else grouping.cells(self.patterns, names)
-        short = by is None and short_keys.serve(self._memory, self._queries, sign)
-        held = are_few(self._memory, self._asked) and ("_held" in self.__dict__ or not short)
         found = ranking.top_patterns(
             self._memory,
             self._queries,
@@ -107,7 +105,7 @@ class Spotlight:
             k,
             sign,
             cells,
-            held=self._held if held else None,
+            held=self._held if are_few(self._memory, self._asked) else None,
         )
         columns: dict[str, Any] = self._query_column(found.query)
         columns |= {"rank": found.rank + 1, "pattern": found.row, "weight": found.weight}

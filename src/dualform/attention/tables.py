@@ -57,17 +57,6 @@ def kept(
     return tables[about]
 
 
-def known(layer: LayerMemory, about: str) -> Tensors | None:
-    """The table, if it has been built before; nothing is built."""
-    tables = _tables.setdefault(layer, {})
-    if about not in tables:
-        found = _load(layer, about)
-        if found is None:
-            return None
-        tables[about] = found
-    return tables[about]
-
-
 def _load(layer: LayerMemory, about: str) -> Tensors | None:
     if layer.derived is None:
         return None

@@ -1,4 +1,4 @@
-"""Tables computed from a memory and kept beside it: sums, norms, short copies of the keys.
+"""Tables computed from a memory and kept beside it: sums, norms.
 
     run/derived/<first digits of the manifest's hash>/<name>.safetensors
 
