@@ -151,9 +151,7 @@ def check_top(
 SIGNS = st.sampled_from(["most", "least", "absolute"])
 
 
-@pytest.mark.parametrize(
-    "way", ["few", "plain", "compiled", "compiled, few", "plain, coarse", "compiled, coarse"]
-)
+@pytest.mark.parametrize("way", ["few", "plain", "compiled", "compiled, few"])
 @settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -184,8 +182,6 @@ def choose(monkeypatch: Any, way: str) -> None:
     monkeypatch.setattr(weights_room, "FEW", 8 if "few" in way else 0)
     monkeypatch.setattr(candidates, "ROOM", 1)
     monkeypatch.setattr(candidates, "AT_ONCE", compiled.CHUNK + 3)
-    monkeypatch.setattr(products, "WORTH", 0 if "coarse" in way else 1 << 62)
-    monkeypatch.setattr(products, "is_native", lambda: True)
 
 
 @pytest.mark.parametrize("by_length", [False, True])
@@ -193,40 +189,22 @@ def choose(monkeypatch: Any, way: str) -> None:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(made=worlds(), block=st.integers(1, 130))
-def test_products_are_off_by_less_than_they_say(
-    monkeypatch: Any, by_length: bool, made: Any, block: int
-) -> None:
-    choose(monkeypatch, "plain, coarse")
+def test_products_are_off_by_less_than_they_say(by_length: bool, made: Any, block: int) -> None:
     world, queries, _, _, _ = made
     lengths = weights_room.norms(world.layer)
     scales = 1 / np.where(lengths > 0, lengths, 1.0) if by_length else None
-    for coarse in (False, True):
-        asked = products.products(world.layer, queries, scales, coarse=coarse)
-        exact = np.ldexp(brute(world, queries), asked.scale[:, None])
-        exact = exact if scales is None else exact * scales
-        for low in range(0, world.rows, block):
-            keys = asked.rounded(world.keys[low : low + block])
-            found = asked.times(0, len(queries), keys).double().numpy()
-            found = found if scales is None else found * scales[low : low + block]
-            assert (np.abs(found - exact[:, low : low + block]) <= asked.room[:, None]).all()
+    asked = products.products(world.layer, queries, scales)
+    exact = np.ldexp(brute(world, queries), asked.scale[:, None])
+    exact = exact if scales is None else exact * scales
+    for low in range(0, world.rows, block):
+        keys = asked.rounded(world.keys[low : low + block])
+        found = asked.times(0, len(queries), keys).double().numpy()
+        found = found if scales is None else found * scales[low : low + block]
+        assert (np.abs(found - exact[:, low : low + block]) <= asked.room[:, None]).all()
 
 
-def test_products_of_wide_keys_in_bfloat16_are_off_by_less_than_they_say(
-    monkeypatch: Any,
-) -> None:
-    choose(monkeypatch, "plain, coarse")
-    generator = torch.Generator().manual_seed(0)
-    world = World(torch.randn(300, 5000, generator=generator).abs(), [])
-    queries = torch.randn(200, 5000, generator=generator, dtype=torch.float64).abs()
-    asked = products.products(world.layer, queries, None, coarse=True)
-    assert isinstance(asked, products.Coarse)
-    found = asked.times(0, 200, asked.rounded(world.keys)).double().numpy()
-    exact = np.ldexp((queries @ world.keys.double().T).numpy(), asked.scale[:, None])
-    assert (np.abs(found - exact) <= asked.room[:, None]).all()
-
-
-def test_products_in_bfloat16_leave_little_to_weigh_again(monkeypatch: Any) -> None:
-    choose(monkeypatch, "compiled, coarse")
+def test_products_leave_little_to_weigh_again(monkeypatch: Any) -> None:
+    choose(monkeypatch, "compiled")
     generator = torch.Generator().manual_seed(0)
     world = World(torch.randn(20_000, 64, generator=generator).relu(), [])
     queries = torch.randn(9, 64, generator=generator, dtype=torch.float64).relu()
@@ -408,7 +386,7 @@ class Distinct:
             yield low, self._keys[low : low + 7]
 
 
-@pytest.mark.parametrize("way", ["few", "plain", "compiled, few", "compiled", "compiled, coarse"])
+@pytest.mark.parametrize("way", ["few", "plain", "compiled, few", "compiled"])
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -204,8 +204,7 @@ def _collect(
     """
     fast = kernels(layer)
     directed = -queries if sign == "least" else queries
-    # many groups leave much to be weighed again, which pays only by compiled loops
-    asked = products(layer, directed, scales, coarse=fast is not None or groups == 1)
+    asked = products(layer, directed, scales)
     candidates: Candidates
     if fast is not None:
         most = layer.rows if codes is None else int(np.bincount(codes).max(initial=0))

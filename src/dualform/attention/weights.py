@@ -43,8 +43,6 @@ CACHED = 1 << 19
 READ = 1 << 24
 """Numbers that a compiled loop reads in one go: 64 MB, some milliseconds."""
 
-LENGTHS = "norms, and what bfloat16 leaves out"
-
 NEAR = 1 << 17
 """Numbers that are weighed at once by several queries: 512 KB, which the nearest caches hold."""
 
@@ -263,19 +261,13 @@ def norms(layer: LayerMemory) -> engine.Reals:
     """‖x‖ of every pattern, [T] float64; keys must be finite numbers."""
     if layer.kind == "embedding":
         return np.ones(layer.rows)
-
-    array: engine.Reals = kept(layer, LENGTHS, lambda: _lengths(layer))["norms"].numpy()
+    array: engine.Reals = kept(layer, "norms", lambda: _lengths(layer))["norms"].numpy()
     return array
 
 
-def rounding_to_bfloat16(layer: LayerMemory) -> float:
-    """The largest ‖x − x̃‖ of a layer, x̃ the key rounded to bfloat16; a hair above it."""
-    return float(kept(layer, LENGTHS, lambda: _lengths(layer))["rounding"]) * 1.001
-
-
 def _lengths(layer: LayerMemory) -> dict[str, Tensor]:
-    """‖x‖ of every pattern, and the largest ‖x − x̃‖, in one pass."""
-    distinct, most = layer.distinct, 0.0
+    """‖x‖ of every pattern, in one pass."""
+    distinct = layer.distinct
     found = np.zeros(layer.rows if distinct is None else distinct.rows)
     rows = (_rows(part, "keys") for part in blocks_of(layer))
     step = max(1, CACHED // layer.in_features)
@@ -286,12 +278,8 @@ def _lengths(layer: LayerMemory) -> dict[str, Tensor]:
             if not bool(torch.isfinite(size).all()):
                 refuse(layer, start, start + len(keys))
             found[start : start + len(keys)] = size.numpy()
-            wide = keys if keys.dtype == torch.float64 else keys.float()
-            off = wide.to(torch.bfloat16).to(wide.dtype).sub_(wide)  # exact: nearly equal numbers
-            lost = torch.linalg.vector_norm(off, dim=1, dtype=torch.float64)
-            most = max(most, float(lost.max()))
     every = found if distinct is None else found[distinct.references]
-    return {"norms": torch.from_numpy(every), "rounding": torch.tensor(most, dtype=torch.float64)}
+    return {"norms": torch.from_numpy(every)}
 
 
 def longest_key(layer: LayerMemory) -> float:
