@@ -118,7 +118,6 @@ def many_queries(asked: Asked, turns: int) -> None:
 def class_sums(path: Path, queries: Tensor, some: int) -> None:
     """Table 1: sums by class for 10,000 queries; the authors' loop is timed for a few of them."""
     few = Asked(path, queries[:some])
-    shutil.rmtree(path / "derived", ignore_errors=True)
     asked = Asked(path, queries)
     asked.read()  # keys in RAM and mapped, as they are for the authors' loop
     authors = in_turns({"authors": few.authors_sums}, 1)["authors"][0][0] * len(queries) / some

@@ -41,7 +41,6 @@ class World:
     in_features: int = field(init=False)
     key_width: int = field(init=False)
     rows: int = field(init=False)
-    derived: None = None
     distinct: Any = None
     stored_eps: float = 0.0
 

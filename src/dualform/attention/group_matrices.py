@@ -46,15 +46,13 @@ def group_matrices(
     about: str,
     weight: engine.Reals | None,
     bias: engine.Reals | None,
-    *,
-    on_disk: bool | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Σ weight_t δ_t x_tᵀ [groups, d_out, d_in] and Σ bias_t δ_t [groups, d_out], float64.
 
     `about` names the coefficients and columns; sums that are already known are not made again.
     """
     about = f"learned {'weight' * (weight is not None)} {'bias' * (bias is not None)} {about}"
-    table = kept(layer, about, lambda: _build(layer, cells, weight, bias), on_disk=on_disk)
+    table = kept(layer, about, lambda: _build(layer, cells, weight, bias))
     return table.get("weight"), table.get("bias")
 
 

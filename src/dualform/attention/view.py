@@ -263,8 +263,7 @@ class View:
             return {"written": found}
 
         about = f"written into {parameter} by {columns} {self._when}"
-        on_disk = None if self.at == self.memory.steps and self.average is None else False
-        matrices = kept(layer, about, build, on_disk=on_disk)["written"]
+        matrices = kept(layer, about, build)["written"]
         strength = np.zeros(count)
         strength[codes] = row_weights(self.masks, layer)  # the same all over a cell
         total: Tensor = torch.tensordot(torch.from_numpy(strength), matrices, 1)
@@ -287,13 +286,7 @@ class View:
         factors = [bare.row_coefficients(layer, name) for name in (layer.weight, layer.bias)]
         if all(factor is None for factor in factors):
             return None, None
-        matrices = group_matrices(
-            layer,
-            cells,
-            f"by {columns} {self._when}",
-            *factors,
-            on_disk=None if self.at == self.memory.steps and self.average is None else False,
-        )
+        matrices = group_matrices(layer, cells, f"by {columns} {self._when}", *factors)
         strength = np.zeros(len(cells.values))
         strength[cells.codes] = row_weights(self.masks, layer)  # the same all over a cell
         each = torch.from_numpy(strength)

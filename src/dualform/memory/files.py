@@ -7,7 +7,6 @@
       snapshots/000003000.safetensors   all weights now and then: a convenience, never needed
       progress                     the number of updates trained, kept current at every step
       writer.lock                  held by the recorder while it lives
-      derived/…                    tables that readers computed (`derived.py`), not the memory's
 
 Every tensor file is an ordinary safetensors file, readable without dualform (`tensor_files.py`
 writes and reads them; `writing.py` and `segments.py` know what a segment's tensors mean; all of it
@@ -44,8 +43,7 @@ TEMPORARY = MANIFEST + ".tmp"
 INITIAL = "initial.safetensors"
 SEGMENTS = "segments"
 SNAPSHOTS = "snapshots"
-DERIVED = "derived"
-OWN_NAMES = frozenset({MANIFEST, TEMPORARY, INITIAL, SEGMENTS, SNAPSHOTS, PROGRESS, LOCK, DERIVED})
+OWN_NAMES = frozenset({MANIFEST, TEMPORARY, INITIAL, SEGMENTS, SNAPSHOTS, PROGRESS, LOCK})
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` and `snapshots` are called."""
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.layers.kinds import key_width, parameter_shape
-from dualform.memory.derived import Derived
 from dualform.memory.description import DescribedLayer
 from dualform.memory.distinct import DistinctKeys
 from dualform.memory.patterns import Patterns
@@ -85,7 +84,6 @@ class LayerMemory:
         segments: Sequence[Segment],
         patterns: Patterns,
         with_error_signals: Sequence[str],
-        derived: Derived | None = None,
     ) -> None:
         layer = described.layer
         self.name = layer.name
@@ -99,7 +97,6 @@ class LayerMemory:
         self.dtype, self.stored = described.dtype, described.stored
         self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
-        self.derived = derived
         self.has_error_signals = described.error_signals
         self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)

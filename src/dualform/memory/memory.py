@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import AdaptiveLog, ParameterLog, coefficients
-from dualform.memory import derived, files
+from dualform.memory import files
 from dualform.memory.columns import Columns
 from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
@@ -112,7 +112,6 @@ class Memory:
                 self._segments,
                 columns.of(name) if rank is None else columns.without(name, COMPACTED),
                 [la.name for la in self._described.layers.values() if la.error_signals],
-                derived.Derived(self.path, self._manifest, keep=self.closed),
             )
         return self._opened[name]
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import RecordingError
-from dualform.memory import derived, files
+from dualform.memory import files
 from dualform.memory.fingerprint import STATE_FINGERPRINTS
 from dualform.memory.liveness import PROGRESS, Progress, WriterLock
 from dualform.memory.rewinding import Remainder
@@ -294,7 +294,6 @@ def _foreign(path: Path, names: set[str]) -> Iterator[str]:
         for entry in (path / name).iterdir():
             if not files.NUMBERED.fullmatch(entry.name) or entry.is_dir():
                 yield f"{name}/{entry.name}"
-    yield from derived.foreign(path)
 
 
 def _numbered(path: Path) -> list[Path]:
@@ -315,4 +314,3 @@ def clear_directory(path: Path) -> None:
         file.unlink()
     for name in (files.INITIAL, PROGRESS, files.TEMPORARY):
         (path / name).unlink(missing_ok=True)
-    derived.clear(path)
