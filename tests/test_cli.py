@@ -242,7 +242,7 @@ def test_estimate_counts_from_a_sample(ask: Any, ask_json: Any) -> None:
     assert "bytes per pattern" in ask(*asked).stdout
 
 
-# export and compact -------------------------------------------------------------------------------
+# export -------------------------------------------------------------------------------------------
 
 
 def test_export_writes_a_memory_in_16_bits_that_verifies(
@@ -273,26 +273,6 @@ def test_export_drops_layers_and_error_signals(ask: Any, tmp_path: Path) -> None
     assert ask("export", "run", tmp_path / "keys", "--no-error-signals").exit_code == 0
     both = ask("export", "run", tmp_path / "no", "--no-error-signals", "--error-signals", "fc1")
     assert (both.exit_code, (tmp_path / "no").exists()) == (2, False)
-
-
-def test_compact_gives_an_equivalent_memory_and_says_what_it_forgot(
-    ask: Any, ask_json: Any, tmp_path: Path
-) -> None:
-    found = ask_json("compact", "run", tmp_path / "small", "--rank", 2)
-    assert found["passed"]
-    assert found["left_out"].keys() == {"fc1.weight", "fc2.weight"}
-    assert "compacted to rank 2" in ask("info", tmp_path / "small").stdout
-    assert ask_json("info", tmp_path / "small")["layers"][0]["rank"] == 2
-    assert ask("verify", tmp_path / "small").exit_code == 0
-    for asked in (["--example", 3], ["--example", 3, "--at", 5]):
-        refused = ask("attend", tmp_path / "small", *asked)
-        assert refused.exit_code == 2
-        assert "compacted" in refused.stderr
-    part = ask("compact", "run", tmp_path / "part", "--rank", "fc1=2", "--dtype", "float16")
-    assert "fc1 compacted to rank 2" in part.stdout
-    for wrong in ("two", "fc1=", "fc9=2", "0", "-1"):
-        assert ask("compact", "run", tmp_path / "no", "--rank", wrong).exit_code == 2
-    assert not (tmp_path / "no").exists()
 
 
 def test_a_conversion_of_a_memory_that_does_not_verify_exits_with_1(

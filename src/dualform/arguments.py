@@ -27,18 +27,12 @@ TAKEN = frozenset({"by", "example", "label", "layer", "layers", "progress", "que
 
 def example_id(memory: df.Memory, text: str) -> Any:
     """An id as it was tagged: a string where ids are strings, else a number."""
-    if memory.layers and len(memory.compacted) == len(memory.layers):
-        raise df.QueryError(
-            f"--example {text} was given, but every layer of {memory.path} was compacted: what it "
-            "holds is of no example. Ask the memory it was compacted from, or ask with --input"
-        )
     if "example" not in memory.columns:
         raise df.QueryError(
             "this memory was recorded without example ids, so --example has nothing to find; its "
             f"columns are {', '.join(memory.columns)}. Tag them: recorder.tag(example=ids)"
         )
-    layers = (memory.layer(name) for name in memory.layers)
-    tables = [layer.patterns for layer in layers if layer.rank is None]
+    tables = [memory.layer(name).patterns for name in memory.layers]
     known = [value for table in tables for value in table.values("example")[:1]]
     if not known or isinstance(known[0], str):
         return text
@@ -132,20 +126,6 @@ def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> 
     return trained
 
 
-def ranks(given: tuple[str, ...]) -> int | dict[str, int]:
-    """What `--rank 16` or `--rank fc1=16 --rank fc2=8` means."""
-    found: dict[str, int] = {}
-    for text in given:
-        name, _, number = text.rpartition("=")
-        if not number.isdecimal():
-            raise df.DualFormError(
-                f"--rank {text} is not a number of patterns; expected --rank 16 for all layers, or "
-                "--rank fc1=16 for a layer (or a name pattern); repeatable"
-            )
-        found[name or "*"] = int(number)
-    return found["*"] if found.keys() == {"*"} else found
-
-
 @contextmanager
 def running(file: Path | None) -> Iterator[None]:
     """While the user's own module runs: what it raises is said in a sentence."""
@@ -197,9 +177,8 @@ def condition(memory: df.Memory, option: str, text: str) -> dict[str, Any]:
             f"{option} {text} was given, but there is no column {column!r}; this memory has "
             f"{', '.join(memory.columns)}"
         )
-    layers = (memory.layer(name) for name in memory.layers)
-    tables = [layer.patterns for layer in layers if layer.rank is None]
-    known = [v for table in tables if column in table for v in table.values(column)[:1]]
+    tables = [memory.layer(name).patterns for name in memory.layers]
+    known = [value for table in tables for value in table.values(column)[:1]]
     if not known or isinstance(known[0], str):
         return {column: value.split(",")}
     low, colon, high = value.partition(":")

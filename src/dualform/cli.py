@@ -229,6 +229,7 @@ def export(
     error_signals: tuple[str, ...],
     no_error_signals: bool,
     as_json: bool,
+    layers: tuple[str, ...],
     **choices: Any,
 ) -> None:
     """Write a smaller memory made from RUN: fewer bits, or less of it. RUN stays as it is.
@@ -239,42 +240,12 @@ def export(
     """
     if error_signals and no_error_signals:
         raise click.UsageError("either --error-signals LAYERS or --no-error-signals")
-    _convert(
-        run, destination, as_json, error_signals=error_signals or not no_error_signals, **choices
-    )
-
-
-@main.command()
-@together(run_argument, destination_argument)
-@click.option(
-    "--rank",
-    multiple=True,
-    required=True,
-    metavar="[LAYERS=]N",
-    help="At most N patterns per layer: 16, or fc1=16 for some layers; repeatable.",
-)
-@together(to_dtype_option, kept_layers_option, snapshot_every_option, replace_option, json_option)
-def compact(
-    run: Path, destination: Path, rank: tuple[str, ...], as_json: bool, **choices: Any
-) -> None:
-    """Replace layers' patterns by a few that write the same. RUN stays as it is.
-
-    They are the singular vectors of what a layer learned: the network stays the same up to what is
-    measured, but no pattern is of an example, a label or a step any more. Exit status 1 if the new
-    memory does not verify.
-    """
-    _convert(run, destination, as_json, rank=arguments.ranks(rank), **choices)
-
-
-def _convert(
-    run: Path, destination: Path, as_json: bool, layers: tuple[str, ...], **choices: Any
-) -> None:
-    """Convert a memory and show what came of it."""
     with terminal.progress_bar() as progress:
         found = df.compact(
             run,
             destination,
             layers=layers or None,
+            error_signals=error_signals or not no_error_signals,
             progress=lambda done, total: progress("converting", done, total),
             **choices,
         )

@@ -51,7 +51,6 @@ def facts(memory: df.Memory) -> dict[str, Any]:
                 "role": p.role,
                 "layers": list(p.layers),
                 "accumulated_since": p.accumulated_since,
-                "left_out": p.left_out,
             }
             for p in memory.parameters.values()
         ],
@@ -78,7 +77,7 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
             [
                 la["name"],
                 f"{la['in_features']} → {la['out_features']}",
-                f"{la['patterns']:,}" + ("" if la["rank"] is None else " (compacted)"),
+                f"{la['patterns']:,}",
                 la["dtype"] + ("" if la["error_signals"] else ", keys alone"),
                 ", ".join(filter(None, (la["weight"], la["bias"]))),
             ]
@@ -135,7 +134,6 @@ def _layer(layer: df.LayerMemory) -> dict[str, Any]:
         "dtype": _dtype(layer.stored),
         "trained_in": _dtype(layer.dtype),
         "error_signals": layer.has_error_signals,
-        "rank": layer.rank,
         "weight": layer.weight,
         "bias": layer.bias,
     }
@@ -143,7 +141,7 @@ def _layer(layer: df.LayerMemory) -> dict[str, Any]:
 
 def _column(memory: df.Memory, name: str) -> dict[str, Any]:
     tables = [memory.layer(layer).patterns for layer in memory.layers]
-    found = {v for table in tables if name in table for v in table.values(name)}
+    found = {v for table in tables for v in table.values(name)}
     values = sorted(v for v in found if not (isinstance(v, float) and math.isnan(v)))
     plain = [v.item() if hasattr(v, "item") else v for v in values]
     listed = plain if len(plain) <= LISTED_VALUES else None
@@ -195,9 +193,6 @@ def _coverage(parameter: dict[str, Any]) -> str:
         said = f"every pattern of {', '.join(parameter['layers'])}"
         every = parameter["every"]
         return said if every == 1 else f"{said}, one of every {every} steps; the others as a sum"
-    if coverage == "compacted":
-        lost = f"{parameter['left_out']:.1e} of what was learned left out"
-        return f"singular vectors of what was learned, {lost}; no examples, no steps"
     if coverage == "accumulated":
         since = parameter["accumulated_since"]
         return f"its learned part, kept now and then from step {since} on; no patterns"

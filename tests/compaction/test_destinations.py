@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import dualform as df
 
-CHOICES: dict[str, Any] = {"dtype": "float16", "layers": ["fc1", "fc2"], "rank": {"fc2": 2}}
+CHOICES: dict[str, Any] = {"dtype": "float16", "layers": ["fc1", "fc2"], "error_signals": "fc1"}
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +78,12 @@ def test_a_memory_is_replaced_only_if_asked_for(
     df.compact(source, path, dtype="float16")
     before = contents(path)
     with pytest.raises(df.RecordingError, match=r"already holds a memory.*overwrite=True"):
-        df.compact(source, path, rank=2)
+        df.compact(source, path, layers="fc1")
     with pytest.raises(df.RecordingError, match="dtype="):
         df.compact(source, path, dtype="float8", overwrite=True)
     assert contents(path) == before
-    df.compact(source, path, rank=2, overwrite=True)
-    assert df.Memory.open(path).layer("fc1").rows == 2
+    df.compact(source, path, layers="fc1", overwrite=True)
+    assert df.Memory.open(path).layers == ("fc1",)
 
 
 def test_a_memory_that_is_being_recorded_is_refused(tmp_path: Path) -> None:
@@ -125,11 +125,6 @@ def test_a_damaged_source_is_refused(source: Path, which: str, tmp_path: Path) -
         ({"layers": "fc9"}, "matches no layer.*fc1, fc2, fc3"),
         ({"layers": []}, "layers=\\[\\]"),
         ({"error_signals": ["fc9"]}, "matches no layer"),
-        ({"rank": 0}, "at least 1"),
-        ({"rank": 2.5}, "at least 1"),
-        ({"rank": {"fc9": 2}}, "matches no layer"),
-        ({"rank": {"fc1": 2}, "error_signals": ["fc2"]}, "no \\(or no whole\\) patterns"),
-        ({"rank": {"fc1": 2}, "layers": ["fc2"]}, "no \\(or no whole\\) patterns"),
     ],
 )
 def test_what_cannot_be_had_is_refused_before_anything_is_read(

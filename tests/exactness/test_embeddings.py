@@ -397,10 +397,3 @@ def test_a_memory_with_look_ups_can_be_compacted(
     df.compact(run.path, tmp_path / "compact", **options)
     verification = df.DualForm(run.model, tmp_path / "compact").verify()
     assert verification.passed, repr(verification)
-
-
-def test_a_weight_that_is_looked_up_has_no_rank(new_run: Any, tmp_path: Path) -> None:
-    run = new_run(seeded(CASES["tied"]), loss_of, torch.float64)
-    train(run)
-    with pytest.raises(df.RecordingError, match=r"'embedding' shares its weight"):
-        df.compact(run.path, tmp_path / "compact", rank=3)

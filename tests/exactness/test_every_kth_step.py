@@ -480,7 +480,7 @@ def test_such_a_memory_is_put_into_16_bits_afterwards(tmp_path: Path) -> None:
         assert torch.allclose(weight, whole, rtol=0, atol=2e-3 * float(whole.abs().max()))
 
 
-@pytest.mark.parametrize("less", [{"layers": ["0"]}, {"error_signals": False}, {"rank": 2}])
+@pytest.mark.parametrize("less", [{"layers": ["0"]}, {"error_signals": False}])
 def test_patterns_with_gaps_between_them_are_not_summed_up(
     tmp_path: Path, less: dict[str, Any]
 ) -> None:

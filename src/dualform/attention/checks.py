@@ -98,7 +98,7 @@ def verify(
     rebuilt: dict[str, Tensor] = {}
     for name in memory.parameters.keys() - set(adaptive):
         with suppress(QueryError) if reference is None else nullcontext():
-            rebuilt[name] = _begun(view, name)  # without a reference, it only says how large W is
+            rebuilt[name] = view.base(name)  # without a reference, it only says how large W is
     found: dict[str, list[Check]] = {}
     shaking: dict[str, float] = {}
 
@@ -112,7 +112,7 @@ def verify(
         elif memory.parameters[name].coverage == "untrained":
             found[name] += _check_untrained(view, name)
         else:
-            found[name] += _check_accumulated(view, name, (reference or {}).get(name))
+            found[name] += _check_accumulated(view, name)
             precision = _eps(view, name), _smallest(view, name)
             found[name] += check_sketched(view, name, rebuilt.get(name), *precision)
 
@@ -139,18 +139,7 @@ def verify(
     layers = [memory.layer(name) for name in memory.layers]
     stored = {la.name: str(la.stored).removeprefix("torch.") for la in layers if la.stored_eps}
     alone = tuple(la.name for la in layers if not la.has_error_signals)
-    compacted = {
-        p.name: p.left_out for p in memory.parameters.values() if p.coverage == "compacted"
-    }
-    return Verification(
-        view.at, tuple(checks), hashes, memory.exact, memory.remarks, stored, alone, compacted
-    )
-
-
-def _begun(view: View, name: str) -> Tensor:
-    """What a parameter is before the patterns of training are added to it."""
-    compacted = view.memory.parameters[name].coverage == "compacted"
-    return view.whole(name) if compacted else view.base(name)
+    return Verification(view.at, tuple(checks), hashes, memory.exact, memory.remarks, stored, alone)
 
 
 def model_hash(model: nn.Module) -> str:
@@ -205,7 +194,7 @@ def _check_weights(
     size = max(float(t.abs().max()) for t in (initial, dual, weights.nan_to_num(0, 0, 0)))
     eps = _eps(view, name)
     lost = unmoved(dual - initial, initial.abs(), view.at, eps)
-    lost = lost + _smallest(view, name) + view.memory.parameters[name].left_out_most
+    lost = lost + _smallest(view, name)
     allowed = _drift_of_an_entry(view, name, size, sums) + eps * size + lost
     off = (weights - dual).abs()
     worst = int(torch.argmax(torch.where(off.isfinite(), off / allowed, torch.inf)))
@@ -335,23 +324,18 @@ def _check_untrained(view: View, name: str) -> list[Check]:
     return [worst]
 
 
-def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Check]:
-    """A parameter of which only the sum is known: its fingerprint wherever the sum was kept.
-
-    Where it was compacted, the fingerprint has to show what is said to have been left out, too, and
-    so do the weights that were `trained`, where they are known.
-    """
-    memory, compacted = view.memory, view.memory.parameters[name].coverage == "compacted"
-    known = [memory.steps] if compacted else list(memory.learned_steps(name))
+def _check_accumulated(view: View, name: str) -> list[Check]:
+    """A parameter of which only the sum is known: its fingerprint wherever the sum was kept."""
+    memory, known = view.memory, view.memory.learned_steps(name)
     kept = [f for f in memory.fingerprints if f.step <= view.at and f.step in known]
     kept = [f for f in kept if name in f.values]
     probe = memory.probe(name).double()
     eps = _eps(view, name)
     initial = _project(memory.initial(name), probe, memory.parameters[name].height)
-    last = _begun(View(memory, kept[-1].step), name) if kept else None
+    last = View(memory, kept[-1].step).base(name) if kept else None
     size = max(rms(p) for p in [initial, *(f.values[name].double() for f in kept)])
     size = max(size, entries_size(probe, memory.initial(name), last))
-    sizes, left_out = memory.sizes(name)[:, : view.at], memory.left_out(name)
+    sizes = memory.sizes(name)[:, : view.at]
     expected = drift(
         view.log(name),
         np.array([f.step for f in kept], dtype=np.int64),
@@ -364,22 +348,15 @@ def _check_accumulated(view: View, name: str, trained: Tensor | None) -> list[Ch
     )
     bounds = expected.bound(FINGERPRINT_DEVIATIONS)[:, 0].tolist()
     worst = Check(name, "fingerprints", 0.0, eps)
-    whole: list[Check] = []
     for seen, bound in zip(kept, bounds, strict=True):
         values = seen.values[name].double()
-        weights = _project(_begun(View(memory, seen.step), name), probe, len(values))
+        weights = _project(View(memory, seen.step).base(name), probe, len(values))
         scale = max(rms(values), rms(weights)) or 1.0
-        moved = torch.tensor(rms(weights + left_out - initial))
+        moved = torch.tensor(rms(weights - initial))
         allowed = (bound + float(unmoved(moved, size, seen.step, eps))) / scale + eps
-        off, stated = rms(weights - values) / scale, rms(left_out) / scale
-        check = Check(name, "fingerprints", off, allowed + stated, seen.step)
+        check = Check(name, "fingerprints", rms(weights - values) / scale, allowed, seen.step)
         worst = max([worst, check], key=attrgetter("severity"))
-        if compacted:
-            both = [values]
-            both += [] if trained is None else [_project(trained, probe, len(values))]
-            off = max(rms(weights + left_out - v) / scale for v in both)
-            whole.append(Check(name, "left out", off, allowed, seen.step))
-    return [worst, *whole] if kept else []
+    return [worst] if kept else []
 
 
 def _check_outputs(

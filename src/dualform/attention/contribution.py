@@ -77,7 +77,6 @@ class Contribution:
         self.values = values
         self.primal = primal
         self.caption = target.caption(layer.name)
-        self.caption += f". Patterns are {layer.note}" if layer.note else ""
         self._attention = attention
         self._included = included
         self._shares = shares

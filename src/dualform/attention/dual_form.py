@@ -230,12 +230,6 @@ class DualForm:
                 f"at({step!r}): expected a whole number of updates from 0 to {self.memory.steps}, "
                 "which is what this memory holds"
             )
-        if self.memory.compacted and step not in (0, self.memory.steps):
-            raise QueryError(
-                f"at({step}): layers {', '.join(self.memory.compacted)} were compacted, which "
-                f"forgets when something was learned; this memory knows steps 0 and "
-                f"{self.memory.steps} only. Ask the memory it was compacted from"
-            )
         return self._with(step, self._view.masks)
 
     def averaged(self, decay: float | None = None, *, start: int = 1, every: int = 1) -> DualForm:
@@ -248,8 +242,6 @@ class DualForm:
         Example:
             >>> dual.averaged(decay=0.999).contribute(images[:1], target=7)  # doctest: +SKIP
         """
-        if self.memory.compacted:
-            raise QueryError("averaged(...) needs every step, which a compacted memory forgets")
         view = copy.copy(self)
         chosen = averaging(decay, start, every)
         view._view = View(self.memory, self.step, self._view.masks, chosen)
@@ -319,13 +311,12 @@ class DualForm:
         for name in self.memory.layers:
             layer = self.memory.layer(name)
             lines.append(
-                f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} "
-                f"{layer.note or 'patterns'}"
+                f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} patterns"
             )
         unresolved = [
             name
             for name, parameter in self.memory.parameters.items()
-            if parameter.coverage in ("steps", "accumulated", "compacted")
+            if parameter.coverage in ("steps", "accumulated")
         ]
         every = self.memory.every
         if every > 1:

@@ -26,8 +26,6 @@ LARGEST = 1 << 28
 
 def columns_of(masks: tuple[Mask, ...], layer: LayerMemory) -> tuple[str, ...] | None:
     """The columns that decide what masks do to a layer's patterns; None if it is not columns."""
-    if layer.rank is not None:
-        return ()  # compacted: kept or dropped as a whole
     concerned = [mask for mask in masks if mask.concerns(layer.name)]
     if any(mask.rows is not None for mask in concerned):
         return None

@@ -39,14 +39,9 @@ class Mask:
         return self.layers is None or layer in self.layers
 
     def weights(self, layer: LayerMemory) -> NDArray[np.float64]:
-        """The number each of the layer's patterns is multiplied by: [T].
-
-        What a compacted layer holds is of no pattern: it is kept or dropped as a whole.
-        """
+        """The number each of the layer's patterns is multiplied by: [T]."""
         if not self.concerns(layer.name):
             return np.ones(layer.rows)
-        if layer.rank is not None:
-            return np.full(layer.rows, 1.0 if self.unresolved == "keep" else 0.0)
         chosen = self._select(layer)
         return np.where(chosen, 1.0, 0.0) if self.only else np.where(chosen, 1 - self.strength, 1.0)
 
@@ -63,14 +58,7 @@ class Mask:
         concerned = [memory.layer(name) for name in self.layers or memory.layers]
         if concerned and not any(layer.has_error_signals for layer in concerned):
             concerned[0].need_error_signals(f"{self}")
-        resolved = [layer for layer in concerned if layer.rank is None]
-        if concerned and not resolved:
-            every = "every layer" if self.layers is None else ", ".join(self.layers)
-            raise QueryError(
-                f"{self} needs patterns, but {every} of {memory.path} was compacted: what it "
-                "holds is of no example, label or step. Ask the memory it was compacted from"
-            )
-        for layer in resolved:
+        for layer in concerned:
             self._select(layer)
 
     def _select(self, layer: LayerMemory) -> NDArray[np.bool_]:

@@ -57,7 +57,6 @@ class Spotlight:
         self._memory = layer
         self._asked = queries.detach().cpu()
         self._included = None if included is None or included.all() else included
-        self._unit = f"{UNIT}. Patterns are {layer.note}" if layer.note else UNIT
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -112,7 +111,7 @@ class Spotlight:
         columns |= pattern_columns(self.patterns, found.row, columns)
         which = {"most": "most positive", "least": "most negative", "absolute": "largest"}[sign]
         per = "" if by is None else f" per {' and '.join(names)}"
-        return Table(columns, f"layer {self.layer}: {which} attention{per}. {self._unit}")
+        return Table(columns, f"layer {self.layer}: {which} attention{per}. {UNIT}")
 
     def sum_by(self, *columns: str | Sequence[str]) -> Table:
         """Attention summed over all patterns of each value of a column, or of several together.
@@ -132,7 +131,7 @@ class Spotlight:
         for i, name in enumerate(names):
             table[beside(name, OWN)] = cells.column(i) * n
         named = " and ".join(names)
-        return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {self._unit}")
+        return Table(table | sums, f"layer {self.layer}: attention summed by {named}. {UNIT}")
 
     def by_example(self, column: str = "example", *, absolute: str = "before") -> Table:
         """Attention to each training example: all its visits together, the strongest first.
@@ -160,7 +159,7 @@ class Spotlight:
         table[beside(column, OWN)] = listed
         table |= {name: of[ordered] for name, of in sums.items()}
         what = {"before": "absolute: Σ|α|", "after": "absolute: |Σα|"}[absolute]
-        return Table(table, f"layer {self.layer}: attention by {column}; {what}. {self._unit}")
+        return Table(table, f"layer {self.layer}: attention by {column}; {what}. {UNIT}")
 
     @property
     def effective(self) -> NDArray[np.float64]:
@@ -215,13 +214,13 @@ class Spotlight:
             build = partial(buckets.from_buckets, *where)
         codes = bin_of if by is None else bin_of * len(values) + cells.codes
         columns |= self._sums(grouping.Cells([()] * count, codes), build)
-        return Table(columns, f"layer {self.layer}: attention over {column}. {self._unit}")
+        return Table(columns, f"layer {self.layer}: attention over {column}. {UNIT}")
 
     def __repr__(self) -> str:
         n = len(self._asked)
         head = (
             f"Spotlight of layer {self.layer}: {n:,} {'query' if n == 1 else 'queries'} over "
-            f"{len(self.rows):,} {self._memory.note or 'patterns'}"
+            f"{len(self.rows):,} patterns"
         )
         return f"{head}\n{self.top(5)}" if n <= 4 else f"{head}; .top(k) lists the strongest"
 

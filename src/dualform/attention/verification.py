@@ -21,7 +21,6 @@ KINDS = {
     "fingerprints": "from fingerprint to fingerprint",
     "steps": "every step's patterns against its gradient",
     "states": "what the optimizer remembered, from one kept state to the next",
-    "left out": "with what compaction is said to have left out, against the fingerprint",
     "outputs": "outputs by attention against the model's",
 }
 
@@ -86,8 +85,6 @@ class Verification:
     """The layers whose patterns were rounded when they were stored, and to what."""
     keys_alone: tuple[str, ...] = ()
     """The layers recorded without error signals: only checksums speak for their keys."""
-    compacted: Mapping[str, float] = field(default_factory=dict)
-    """The parameters of low rank now, and the share of what was learned that this left out."""
 
     @property
     def passed(self) -> bool:
@@ -139,7 +136,6 @@ class Verification:
             "hashes": dict(self.hashes),
             "stored": dict(self.stored),
             "keys_alone": list(self.keys_alone),
-            "compacted": dict(self.compacted),
             "checks": [check.to_dict() for check in self.checks],
         }
 
@@ -156,12 +152,6 @@ class Verification:
         if self.keys_alone:
             names = ", ".join(self.keys_alone)
             lines.append(f"  kept without error signals: {names}. Checksums cover their keys")
-        if self.compacted:
-            shares = ", ".join(f"{name} {share:.1e}" for name, share in self.compacted.items())
-            lines.append(
-                f"  compacted, leaving out of what was learned: {shares}. Examples and steps are "
-                "forgotten"
-            )
         lines += [f"  remark: {remark}" for remark in self.remarks]
         lines += [f"  sha256 {name}: {value[:16]}…" for name, value in self.hashes.items()]
         return "\n".join(lines)

@@ -26,7 +26,6 @@ from dualform.errors import QueryError
 from dualform.layers.kinds import multiply
 from dualform.learning_rules import Coefficients, ParameterLog, coefficients
 from dualform.memory import LayerMemory, Memory
-from dualform.memory.description import RESOLVED
 
 
 class View:
@@ -105,7 +104,7 @@ class View:
 
     def writers(self, parameter: str) -> tuple[LayerMemory, ...]:
         """The layers whose patterns wrote into the parameter: several where it is shared."""
-        if self.memory.parameters[parameter].coverage not in RESOLVED:
+        if self.memory.parameters[parameter].coverage != "patterns":
             return ()
         layers = (self.memory.layer(name) for name in self.memory.layers)
         return tuple(layer for layer in layers if parameter in (layer.weight, layer.bias))
@@ -114,8 +113,7 @@ class View:
         """What the masks multiply each pattern's value by; 0 for patterns of later steps."""
         if layer.name not in self._row_weights:
             weights = row_weights(self.masks, layer)
-            earlier = self.at > 0 if layer.rank is not None else self._steps(layer) < self.at
-            self._row_weights[layer.name] = np.where(earlier, weights, 0.0)
+            self._row_weights[layer.name] = np.where(self._steps(layer) < self.at, weights, 0.0)
         return self._row_weights[layer.name]
 
     def included(self, layer: LayerMemory) -> NDArray[np.bool_] | None:
@@ -132,8 +130,6 @@ class View:
         None as well where an adaptive rule trained it: see `written`.
         """
         coverage = None if parameter is None else self.memory.parameters[parameter].coverage
-        if coverage == "compacted":  # its rows are of the last step, and of no learning rule
-            return self.row_weights(layer)
         if parameter is None or coverage != "patterns" or self.is_adaptive(parameter):
             return None
         per_pattern = self.coefficients(parameter).per_pattern(self._steps(layer))
@@ -193,23 +189,6 @@ class View:
             if part is not None:
                 base += part
         return base
-
-    def whole(self, parameter: str) -> Tensor:
-        """One parameter alone: its base plus what the patterns of all its layers wrote, float64."""
-        total = self.base(parameter)
-        for layer in self.writers(parameter):
-            if self.is_adaptive(parameter):
-                total[layer.rows_of(parameter)] += self.written(layer, parameter)
-                continue
-            factors = self.row_coefficients(layer, parameter)
-            is_weight = parameter == layer.weight
-            parts = engine.learned(
-                layer, factors if is_weight else None, None if is_weight else factors
-            )
-            part = parts[0 if is_weight else 1]
-            if part is not None:
-                total[layer.rows_of(parameter)] += part
-        return total
 
     @property
     def weights(self) -> dict[str, Tensor]:

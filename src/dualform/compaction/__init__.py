@@ -1,9 +1,9 @@
-"""Making a recorded memory smaller afterwards: fewer bits, fewer layers, or an equivalent memory.
+"""Making a recorded memory smaller afterwards: fewer bits, fewer layers, or fewer error signals.
 
 `choices.py` turns what was asked for into what becomes of every layer and parameter; `sums.py` adds
-up what parameters learned whose patterns go; `singular.py` makes the equivalent memory of low rank
-(Remark 3.4 of the paper); `rewriting.py` writes each segment anew, `describing.py` the manifest;
-`converting.py` does it all in order, and `compaction.py` is what comes back: sizes, and the loss.
+up what parameters learned whose patterns go; `rewriting.py` writes each segment anew,
+`describing.py` the manifest; `converting.py` does it all in order, and `compaction.py` is what
+comes back: sizes, and the loss.
 """
 
 from dualform.compaction.compaction import Compaction

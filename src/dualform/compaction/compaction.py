@@ -39,8 +39,6 @@ class Compaction:
     bytes_before: int
     bytes_after: int
     difference: Mapping[str, float]
-    left_out: Mapping[str, float]
-    """The share of what a compacted weight had learned that its singular vectors leave out."""
     before: Verification | None
     after: Verification | None
     remarks: tuple[str, ...] = ()
@@ -61,8 +59,6 @@ class Compaction:
             "bound": [_bound(self.after, name) for name in names],
             "difference": [self.difference.get(name) for name in names],
         }
-        if self.left_out:
-            columns["left out"] = [self.left_out.get(name, 0.0) for name in names]
         return Table(columns, "relative, 0 is perfect: residuals, and how far the weights differ")
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +71,6 @@ class Compaction:
             "bytes_after": self.bytes_after,
             "passed": self.passed,
             "difference": {n: v if isfinite(v) else None for n, v in self.difference.items()},
-            "left_out": dict(self.left_out),
             "remarks": list(self.remarks),
             "before": None if self.before is None else self.before.to_dict(),
             "after": None if self.after is None else self.after.to_dict(),

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from dualform.attention import DualForm, Verification
 from dualform.attention.view import View
-from dualform.compaction.choices import Choices, Rank, choose
+from dualform.compaction.choices import Choices, choose
 from dualform.compaction.compaction import Compaction
-from dualform.compaction.describing import LeftOut, converted_manifest
+from dualform.compaction.describing import converted_manifest
 from dualform.compaction.rewriting import Rewriting
-from dualform.compaction.singular import Equivalent, equivalent
 from dualform.compaction.sums import LearnedSums
 from dualform.errors import DualFormError, QueryError, RecordingError
 from dualform.layers import NamePatterns
@@ -47,7 +46,6 @@ def compact(
     layers: NamePatterns = None,
     error_signals: bool | str | Sequence[str] = True,
     dtype: str | None = None,
-    rank: Rank = None,
     snapshot_every: int = 1,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -56,33 +54,30 @@ def compact(
 
     `layers` and `error_signals` name what is kept, as in `record`; of other layers and parameters
     the learned part stays, at segment ends at least `snapshot_every` steps apart. `dtype` puts
-    patterns into 16 bits. `rank` replaces a layer's patterns by at most so many singular vectors of
-    what they wrote (one number, or one per name pattern): the same output up to what is measured,
-    but no link to examples, labels or steps any more.
+    patterns into 16 bits.
 
     Example:
         >>> import dualform as df
         >>> df.compact("runs/digits", "runs/half", dtype="float16")        # doctest: +SKIP
-        >>> df.compact("runs/digits", "runs/tiny", rank={"fc1": 16})       # doctest: +SKIP
     """
     source = SourceMemory.reopen(memory.path if isinstance(memory, Memory) else Path(memory))
     path = local_path(destination)
     _refuse_destination(source, path, overwrite)
-    choices = choose(source, layers, error_signals, dtype, rank)
-    gone = sorted(choices.summed | choices.compacted)
+    choices = choose(source, layers, error_signals, dtype)
+    gone = sorted(choices.summed)
     if gone and source.every > 1:
         raise RecordingError(
-            f"{source.path} holds the patterns of one of every {source.every} steps; summing up or "
-            f"compacting those of {gone[0]!r}, with gaps between them, is not possible. Keep all "
-            "layers and error signals (dtype= may still be given)"
+            f"{source.path} holds the patterns of one of every {source.every} steps; summing up "
+            f"those of {gone[0]!r}, with gaps between them, is not possible. Keep all layers and "
+            "error signals (dtype= may still be given)"
         )
     for name in gone:
         rule = source.parameters[name].rule
         if source.parameters[name].adaptive is not None:
             raise RecordingError(
                 f"{name!r} was trained by the rule {rule!r}, whose preconditioner is replayed from "
-                "the patterns themselves; summing them up or compacting them is not possible. "
-                "Keep its layer as it is (dtype= may still be given)"
+                "the patterns themselves; summing them up is not possible. Keep its layer as it is "
+                "(dtype= may still be given)"
             )
     ends = _kept_ends(source, snapshot_every)
     stages = _Stages(progress)
@@ -91,7 +86,7 @@ def compact(
     conversion = _Conversion(source, choices, ends, weights, before)
     conversion.refuse_full_disk(path)
     with MemoryCopy(path, overwrite=overwrite) as copy:
-        left_out = conversion.write(copy, stages.next())
+        conversion.write(copy, stages.next())
     made = Memory.open(path)
     last = stages.next()
     after, rebuilt, _ = _certified(made, last)
@@ -103,7 +98,6 @@ def compact(
         source.bytes_on_disk,
         made.bytes_on_disk,
         {n: _difference(weight, rebuilt[n]) for n, weight in weights.items() if n in rebuilt},
-        {name: share for name, (share, _) in left_out.items()},
         before,
         after,
         (*made.remarks, *reason, *conversion.kept_wide),
@@ -183,7 +177,7 @@ class _Conversion:
         self._weights, self._certificate = weights, certificate
         self._view = View(source, source.steps)
         self._rewriting = Rewriting(source, choices)
-        self._sums = LearnedSums(self._view, source, choices.summed | choices.compacted)
+        self._sums = LearnedSums(self._view, source, choices.summed)
 
     @property
     def kept_wide(self) -> list[str]:
@@ -212,47 +206,28 @@ class _Conversion:
                 f"at {place}; nothing was written. Free some space, or choose another disk"
             )
 
-    def write(self, copy: MemoryCopy, progress: Progress) -> LeftOut:
-        """Write all of the new memory; what compaction left out of each weight."""
+    def write(self, copy: MemoryCopy, progress: Progress) -> None:
+        """Write all of the new memory."""
         source, choices = self._source, self._choices
         copy.copy_initial(source.initial_file)
-        left_out: LeftOut = {}
-        missing: dict[str, Tensor] = {}
         for done, segment in enumerate(source.segments):
             progress(done, len(source.segments))
             added: dict[str, Any] = {f"sizes/{n}": s for n, s in self._sums.advance().items()}
             if segment.end in self._ends:
                 learned = {name: self._sums.learned(name) for name in sorted(choices.summed)}
                 added |= {f"learned/{name}": part for name, part in learned.items()}
-            equivalents: dict[str, Equivalent] = {}
             if segment.end == source.steps and segment.steps:  # one without steps may follow
                 self._refuse_other_sums()
-                equivalents = self._equivalents()
-                missing = _missing(source, choices, equivalents)
-                left_out = {n: _share(e, self._sums.learned(n)) for n, e in missing.items()}
-            if segment is source.segments[-1]:
-                added |= _projected(source, missing)
-            copy.add_segment(*self._rewriting.rewritten(segment, added, equivalents))
+            copy.add_segment(*self._rewriting.rewritten(segment, added))
         for step, file in source.snapshot_files():
             copy.copy_snapshot(step, file)
-        manifest = converted_manifest(
-            source, choices, self._rewriting.columns, left_out, self._certificate
-        )
+        manifest = converted_manifest(source, choices, self._rewriting.columns, self._certificate)
         copy.finish(manifest, closed=source.closed, trained=source.trained)
         progress(1, 1)
-        return left_out
-
-    def _equivalents(self) -> dict[str, Equivalent]:
-        found = {}
-        for name, rank in self._choices.ranks.items():
-            layer = self._source.layer(name)
-            learned = self._sums.learned_by(layer)
-            found[name] = equivalent(layer, learned, rank, self._choices.narrowed.get(name))
-        return found
 
     def _refuse_other_sums(self) -> None:
         """What takes the patterns' place must be all that they, and whatever else, account for."""
-        for name in sorted(self._choices.summed | self._choices.compacted):
+        for name in sorted(self._choices.summed):
             if name not in self._weights:
                 continue
             whole = self._view.base(name) + self._sums.learned(name)
@@ -261,37 +236,6 @@ class _Conversion:
                     f"the patterns of {name!r} do not add up to what the memory rebuilds of it; "
                     "this dualform cannot convert it. Nothing was kept of the new memory"
                 )
-
-
-def _missing(
-    source: SourceMemory, choices: Choices, equivalents: dict[str, Equivalent]
-) -> dict[str, Tensor]:
-    """What the singular vectors leave out of every compacted weight, float64."""
-    missing = {
-        name: torch.zeros(source.parameters[name].shape, dtype=torch.float64)
-        for name in source.parameters
-        if name in choices.compacted
-    }
-    for name, patterns in equivalents.items():
-        layer = source.layer(name)
-        missing[layer.weight][layer.rows_of(layer.weight)] += patterns.left_out
-    return missing
-
-
-def _projected(source: SourceMemory, missing: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        f"left_out/{name}": part.reshape(source.parameters[name].height, -1)
-        @ source.probe(name).double()
-        for name, part in missing.items()
-    }
-
-
-def _share(missing: Tensor, learned: Tensor) -> tuple[float, float]:
-    """What is missing, of what was learned by the Frobenius norm; its largest singular value."""
-    if not missing.numel():
-        return 0.0, 0.0
-    share = float(missing.norm()) / (float(learned.norm()) or 1.0)
-    return share, float(torch.linalg.matrix_norm(missing, 2))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -1,7 +1,7 @@
 """The manifest of a memory that was made from another: the source's own words, where they hold.
 
 Whatever a reader has to know is said here: how parameters are covered now, how exact the patterns
-were that are gone, what was left out, and, in remarks, what can no longer be asked.
+were that are gone, and, in remarks, what can no longer be asked.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from dualform.memory.copying import SourceMemory
 from dualform.memory.files import canonical
 
 OWN_COLUMNS = ("step", "position", "microbatch", "call")
-LeftOut = dict[str, tuple[float, float]]
-"""Of each compacted weight: the missing share of what was learned; its largest singular value."""
 
 
 def converted_manifest(
     source: SourceMemory,
     choices: Choices,
     columns: frozenset[str],
-    left_out: LeftOut,
     certificate: Verification | None,
 ) -> dict[str, Any]:
     """The source's own words, changed where it is now another memory.
@@ -41,15 +38,12 @@ def converted_manifest(
             entries[name]["stored"] = str(choices.narrowed[name]).removeprefix("torch.")
         if name in choices.without_error_signals:
             entries[name]["error_signals"] = False
-        if name in choices.ranks:
-            entries[name]["rank"] = choices.ranks[name]
-    changed = choices.summed | choices.compacted
     parameters = [
-        _parameter(source, entry, choices, left_out) if entry["name"] in changed else entry
+        _parameter(source, entry) if entry["name"] in choices.summed else entry
         for entry in manifest["parameters"]
     ]
     kept = columns | frozenset(OWN_COLUMNS)
-    remarks = [*source.recorded_remarks, *_remarks(source, choices, left_out)]
+    remarks = [*source.recorded_remarks, *_remarks(source, choices)]
     if certificate is not None and certificate.failures:
         failed = ", ".join(f"{c.parameter} ({c.kind})" for c in certificate.failures)
         remarks.append(f"the memory that this one was made from did not verify: {failed}")
@@ -68,12 +62,7 @@ def converted_manifest(
     }
 
 
-def _parameter(
-    source: SourceMemory,
-    entry: dict[str, Any],
-    choices: Choices,
-    left_out: LeftOut,
-) -> dict[str, Any]:
+def _parameter(source: SourceMemory, entry: dict[str, Any]) -> dict[str, Any]:
     """A parameter whose patterns are gone: how it is covered now, and how exact those were."""
     name = entry["name"]
     writers = [source.layer(n) for n in source.layers]
@@ -82,20 +71,11 @@ def _parameter(
         "eps": max([entry["eps"], *(float(torch.finfo(la.dtype).eps) for la in writers)]),
         "stored_eps": max(la.stored_eps for la in writers),
     }
-    if name in choices.summed:
-        return entry | changed | {"coverage": "accumulated", "accumulated_since": 0, "layers": []}
-    share, most = left_out.get(name, (0.0, 0.0))
-    return entry | changed | {"coverage": "compacted", "left_out": share, "left_out_most": most}
+    return entry | changed | {"coverage": "accumulated", "accumulated_since": 0, "layers": []}
 
 
-def _remarks(source: SourceMemory, choices: Choices, left_out: LeftOut) -> list[str]:
+def _remarks(source: SourceMemory, choices: Choices) -> list[str]:
     said = []
-    for name, rank in choices.ranks.items():
-        share, _ = left_out.get(source.layer(name).weight, (0.0, 0.0))
-        said.append(
-            f"layer {name} was compacted to rank {rank}: its patterns are singular vectors of what "
-            f"was learned, of no example, label or step; {share:.1e} of it was left out"
-        )
     if choices.without_error_signals:
         names = [name for name in choices.layers if name in choices.without_error_signals]
         said.append(f"the error signals of {', '.join(names)} were dropped after recording")

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.compaction.choices import Choices
-from dualform.compaction.singular import Equivalent
 from dualform.memory.copying import SourceMemory
 from dualform.memory.fingerprint import STATE_FINGERPRINTS
 from dualform.memory.narrowing import narrowed
@@ -23,7 +22,7 @@ from dualform.memory.tensor_files import TensorBytes, paged_bytes, tensor_bytes
 
 NOT_OF_LAYERS = frozenset(
     {"log", "patterns", "strings", "buffers", "states", "fingerprint_steps"}
-    | {"gradients", "learned", "sizes", "left_out", "unrecorded"}
+    | {"gradients", "learned", "sizes", "unrecorded"}
     | {"fingerprints", "momentum_fingerprints", STATE_FINGERPRINTS}
 )
 """Kinds of tensors whose second name is not a layer's, though a layer may be called the same."""
@@ -48,10 +47,9 @@ class Rewriting:
         """How many segments of a layer could not be put into 16 bits."""
 
     def _kept_rows(self, segment: Segment) -> dict[str, dict[str, Any]]:
-        """What the segment says of the layers whose own patterns stay."""
-        kept, ranks = self._choices.layers, self._choices.ranks
+        """What the segment says of the layers whose patterns stay."""
         said = segment.file.metadata["layers"]
-        return {n: entry for n, entry in said.items() if n in kept and n not in ranks}
+        return {n: entry for n, entry in said.items() if n in self._choices.layers}
 
     def _tables(self, segment: Segment) -> list[int]:
         """The tables of columns that are still in use."""
@@ -61,7 +59,6 @@ class Rewriting:
         """(name, kind, the rest of the name) of the tensors that stay in one form or another."""
         layers, rows = segment.file.metadata["layers"], self._kept_rows(segment)
         tables = self._tables(segment)
-        gone = self._choices.summed | self._choices.compacted
         for name in sorted(segment.file.names):
             kind, _, rest = name.partition("/")
             if kind == "patterns":
@@ -69,7 +66,7 @@ class Rewriting:
             elif kind == "strings":
                 stays = rest in self.columns
             elif kind == "unrecorded":  # it is in the sum that takes the patterns' place
-                stays = rest not in gone
+                stays = rest not in self._choices.summed
             elif kind in NOT_OF_LAYERS or rest not in layers:
                 stays = True
             else:
@@ -96,9 +93,7 @@ class Rewriting:
             total += stored.numel() * itemsize
         return total
 
-    def rewritten(
-        self, segment: Segment, added: Added, equivalents: Mapping[str, Equivalent]
-    ) -> tuple[list[TensorBytes], dict[str, Any]]:
+    def rewritten(self, segment: Segment, added: Added) -> tuple[list[TensorBytes], dict[str, Any]]:
         """The tensors of the new segment, and what it says of itself."""
         layers, tables = segment.file.metadata["layers"], self._tables(segment)
         tensors: list[TensorBytes] = []
@@ -120,10 +115,6 @@ class Rewriting:
             name: entry | {"table": tables.index(entry["table"])}
             for name, entry in self._kept_rows(segment).items()
         }
-        for name, patterns in equivalents.items():
-            if len(patterns.keys):  # in a table of their own, which has no columns
-                said[name] = {"rows": len(patterns.keys), "table": len(tables)}
-                tensors += _equivalent(name, patterns)
         return tensors, segment.file.metadata | {"layers": said}
 
     def _narrowed(self, kind: str, layer: str, stored: Tensor) -> list[TensorBytes]:
@@ -138,13 +129,3 @@ class Rewriting:
         if scales is not None:
             written.append(paged_bytes(f"{scales_of(kind)}/{layer}", scales))
         return written
-
-
-def _equivalent(layer: str, patterns: Equivalent) -> list[TensorBytes]:
-    written = [
-        paged_bytes(f"keys/{layer}", patterns.keys),
-        paged_bytes(f"error_signals/{layer}", patterns.error_signals),
-    ]
-    if patterns.scales is not None:
-        written.append(paged_bytes(f"{scales_of('error_signals')}/{layer}", patterns.scales))
-    return written

@@ -106,13 +106,6 @@ class LearnedSums:
                 total[self._memory.layer(name).rows_of(parameter)] += state[0]
         return total
 
-    def learned_by(self, layer: LayerMemory) -> Tensor:
-        """What one layer's patterns have written into its part of its weight, float64."""
-        state = self._states.get((layer.name, layer.weight))
-        if state is not None:
-            return state[0]
-        return torch.zeros(layer.shape, dtype=torch.float64)
-
 
 class _Sizes:
     """How large the patterns of each step of a segment were: what bounds of rounding grow with."""

@@ -14,7 +14,7 @@ from dualform.memory.segments import Segment
 
 
 class Columns:
-    """The pattern columns of a memory: `kinds` by name, of all `layers` that have them."""
+    """The pattern columns of a memory: `kinds` by name, of all `layers`."""
 
     def __init__(
         self, segments: Sequence[Segment], kinds: Mapping[str, str], layers: Sequence[str]
@@ -27,10 +27,6 @@ class Columns:
         chosen = self._segments if segments is None else segments
         return Patterns(layer, chosen, self._kinds, self.strings, self.values)
 
-    def without(self, layer: str, note: str) -> Patterns:
-        """Of a layer whose patterns have no columns, with a note on what they are."""
-        return Patterns(layer, self._segments, {}, self.strings, self.values, note)
-
     def strings(self, column: str) -> list[str]:
         """The strings of a column, in the order of their codes."""
         if column not in self._known:
@@ -39,5 +35,4 @@ class Columns:
 
     def values(self, column: str) -> set[Any]:
         """What a column holds in any of the layers."""
-        tables = [self.of(layer) for layer in self._layers]
-        return {v for table in tables if column in table for v in table.values(column)}
+        return {v for layer in self._layers for v in self.of(layer).values(column)}

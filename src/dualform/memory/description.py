@@ -21,9 +21,7 @@ from dualform.memory.files import count, numbered_file, text
 from dualform.memory.segments import Segment
 from dualform.memory.tensor_files import WrittenFile
 
-COVERAGES = ("patterns", "steps", "accumulated", "compacted", "untrained")
-RESOLVED = ("patterns", "compacted")
-"""Coverages by what layers hold: keys and error signals."""
+COVERAGES = ("patterns", "steps", "accumulated", "untrained")
 
 KINDS = ("int", "float", "bool", "string")
 T = TypeVar("T")
@@ -34,8 +32,7 @@ class Parameter:
     """A parameter of the recorded model and how its training is accounted for.
 
     `coverage` is "patterns" (every pattern known), "steps" (its gradient kept at every step),
-    "accumulated" (its learned part kept every so many steps), "compacted" (an equivalent of low
-    rank in place of its patterns, good for the last step) or "untrained".
+    "accumulated" (its learned part kept every so many steps) or "untrained".
     """
 
     name: str
@@ -49,11 +46,6 @@ class Parameter:
     accumulated_since: int | None = None
     stored_eps: float = 0.0
     """The rounding of the patterns its learned part was summed from, where those are gone."""
-    left_out: float = 0.0
-    """The share of what was learned that compaction left out, by the Frobenius norm."""
-    left_out_most: float = 0.0
-    """The largest singular value of what was left out: no entry is larger, and no unit query
-    misses more."""
     rule: str = SGD
     """The learning rule that moved it: "sgd", or one of the adaptive ones ("adam", …)."""
     is_noted_in_part: bool = False
@@ -82,14 +74,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class DescribedLayer:
-    """A recorded layer: the dtype it trained in, the one its patterns are stored in, whether they
-    are whole or keys alone, and the rank that they were compacted to, if they were."""
+    """A recorded layer: the dtype it trained in, the one its patterns are stored in, and whether
+    they are whole or keys alone."""
 
     layer: Layer
     dtype: torch.dtype
     stored: torch.dtype
     error_signals: bool = True
-    rank: int | None = None
 
     @property
     def name(self) -> str:
@@ -181,9 +172,8 @@ class Description:
                 rows, *columns = self.parameters[name].shape or (0,)
                 if tuple(columns) != rest or end > rows:
                     raise ValueError(f"layer {layer.name!r} does not fit its parameter {name!r}")
-                if not described.error_signals and self.parameters[name].coverage in RESOLVED:
+                if not described.error_signals and self.parameters[name].coverage == "patterns":
                     raise ValueError(f"{name!r} lacks the error signals of layer {layer.name!r}")
-            self._agree_on_rank(described, segments)
         if not self.every:
             raise ValueError("no step at all is said to be recorded")
         expected = 0
@@ -193,19 +183,6 @@ class Description:
             expected = segment.end
         if expected != self.steps:
             raise ValueError(f"the segments hold {expected} steps, not {self.steps}")
-
-    def _agree_on_rank(self, described: DescribedLayer, segments: Sequence[Segment]) -> None:
-        """A compacted layer's rows come last, are no more than its rank, and are of its weight."""
-        layer, rank = described.layer, described.rank
-        if (rank is not None) != (self.parameters[layer.weight].coverage == "compacted"):
-            raise ValueError(f"layer {layer.name!r} is not compacted as its weight is")
-        if rank is None:
-            return
-        if layer.bias is not None and self.parameters[layer.bias].coverage == "patterns":
-            raise ValueError(f"{layer.bias!r} has no patterns: layer {layer.name!r} is compacted")
-        rows = [segment.rows(layer.name) for segment in segments if segment.steps]
-        if any(rows[:-1]) or sum(rows) > rank:
-            raise ValueError(f"layer {layer.name!r} has {rows} rows, but was compacted to {rank}")
 
 
 def _by_name(things: Iterable[T], name: Callable[[T], str]) -> dict[str, T]:
@@ -238,8 +215,7 @@ def _layer(entry: dict[str, Any]) -> DescribedLayer:
     kept = entry.get("error_signals", True)
     if type(kept) is not bool:
         raise TypeError(f"error_signals of {layer.name!r} are neither kept nor not: {kept!r}")
-    rank = entry.get("rank")
-    return DescribedLayer(layer, dtype, stored, kept, None if rank is None else count(rank))
+    return DescribedLayer(layer, dtype, stored, kept)
 
 
 def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
@@ -258,8 +234,6 @@ def _parameter(entry: dict[str, Any], layers: Mapping[str, Any]) -> Parameter:
         float(entry["eps"]),
         None if since is None else count(since),
         _size(entry.get("stored_eps", 0.0)),
-        _size(entry.get("left_out", 0.0)),
-        _size(entry.get("left_out_most", 0.0)),
         _rule(entry.get("rule", SGD)),
         entry.get("is_noted_in_part", False) is True,
     )

@@ -22,9 +22,6 @@ from dualform.memory.segments import Segment
 
 Read = Callable[[], Tensor]
 
-COMPACTED = "singular vectors of what was learned (compacted: of no example, label or step)"
-"""What the rows of a compacted layer are."""
-
 
 ReadRows = Callable[[int, int], Tensor]
 """Reads some of the rows of a segment."""
@@ -98,7 +95,6 @@ class LayerMemory:
         self.offset, self.bias_offset = layer.offset, layer.bias_offset
         self.patterns = patterns
         self.has_error_signals = described.error_signals
-        self.rank = described.rank
         self._with_error_signals = tuple(with_error_signals)
         self._segments = [s for s in segments if s.rows(layer.name)]
         self._mapped: dict[tuple[Segment, str], Tensor] = {}
@@ -122,14 +118,9 @@ class LayerMemory:
         signals = signals if self.has_error_signals else "no error signals"
         keys = "tokens of" if self.kind == "embedding" else "keys of"
         return (
-            f"LayerMemory({self.name!r}: {self.rows:,} {self.note or 'patterns'}, "
+            f"LayerMemory({self.name!r}: {self.rows:,} patterns, "
             f"{keys} {self.in_features}, {signals}, {str(self.stored).removeprefix('torch.')})"
         )
-
-    @property
-    def note(self) -> str:
-        """What its patterns are where they are not those of training; empty if they are."""
-        return "" if self.rank is None else COMPACTED
 
     def need_error_signals(self, what_for: str) -> None:
         """Raise `QueryError` if keys alone are kept of this layer."""

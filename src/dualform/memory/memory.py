@@ -22,10 +22,10 @@ from dualform.errors import MemoryFileError, QueryError
 from dualform.learning_rules import AdaptiveLog, ParameterLog, coefficients
 from dualform.memory import files
 from dualform.memory.columns import Columns
-from dualform.memory.description import RESOLVED, Buffer, Conversion, Description, Parameter, Phase
+from dualform.memory.description import Buffer, Conversion, Description, Parameter, Phase
 from dualform.memory.files import WRONG, TensorFile
 from dualform.memory.fingerprint import Fingerprint, fingerprints_of
-from dualform.memory.layer import COMPACTED, LayerMemory
+from dualform.memory.layer import LayerMemory
 from dualform.memory.liveness import Progress, WriterLock
 from dualform.memory.logs import Logs
 from dualform.memory.segments import Segment
@@ -105,12 +105,10 @@ class Memory:
                 f"{', '.join(self.layers) or 'none with patterns'}"
             )
         if name not in self._opened:
-            rank = self._described.layers[name].rank
-            columns = self._described_columns
             self._opened[name] = LayerMemory(
                 self._described.layers[name],
                 self._segments,
-                columns.of(name) if rank is None else columns.without(name, COMPACTED),
+                self._described_columns.of(name),
                 [la.name for la in self._described.layers.values() if la.error_signals],
             )
         return self._opened[name]
@@ -120,15 +118,9 @@ class Memory:
         """The pattern columns: `step`, then what was tagged, then position, microbatch and call."""
         return tuple(self._described.columns)
 
-    @property
-    def compacted(self) -> tuple[str, ...]:
-        """The layers whose patterns were replaced by an equivalent of low rank."""
-        return tuple(n for n, la in self._described.layers.items() if la.rank is not None)
-
     @cached_property
     def _described_columns(self) -> Columns:
-        layers = [name for name, la in self._described.layers.items() if la.rank is None]
-        return Columns(self._segments, self._described.columns, layers)
+        return Columns(self._segments, self._described.columns, self.layers)
 
     def log(self, parameter: str) -> ParameterLog:
         """What the optimizer did with a parameter at every step; `QueryError` under Adam and such.
@@ -178,7 +170,7 @@ class Memory:
         self._index(parameter)
         self._refuse_beyond(at)
         known = self.parameters[parameter]
-        if known.coverage in RESOLVED:
+        if known.coverage == "patterns":
             raise QueryError(
                 f"{parameter!r} was learned from patterns, which are kept one by one in its layers "
                 f"({', '.join(known.layers)}); its learned part is their sum, c_t δ_t x_t"
@@ -239,14 +231,6 @@ class Memory:
             for s in self._segments
         ]
         return np.concatenate([np.zeros((3, 0)), *found], axis=1)
-
-    def left_out(self, parameter: str) -> Tensor:
-        """What compaction left out of a parameter, along its probe: float64 [d0]."""
-        known = self.parameters[parameter]
-        if known.coverage != "compacted" or not self._segments:
-            return torch.zeros(known.height, dtype=torch.float64)
-        file = self._segments[-1].file
-        return file.tensor(f"left_out/{parameter}", (known.height,), torch.float64)
 
     @property
     def every(self) -> int:
@@ -451,7 +435,6 @@ class Memory:
 
     def __repr__(self) -> str:
         state = "" if self.closed else ", not closed"
-        state += ", compacted" if self.compacted else ""
         layers = ", ".join(self.layers) or "none"
         return f"Memory({str(self.path)!r}: {self.steps} steps, layers {layers}{state})"
 

@@ -35,10 +35,8 @@ class Patterns:
         kinds: Mapping[str, str],
         strings: Callable[[str], list[str]],
         elsewhere: Callable[[str], Iterable[Any]],
-        note: str = "",
     ) -> None:
         self._layer = layer
-        self._note = note
         self._segments = [s for s in segments if s.rows(layer)]
         self._kinds = dict(kinds)
         self._strings = strings
@@ -55,8 +53,7 @@ class Patterns:
         return sum(segment.rows(self._layer) for segment in self._segments)
 
     def __repr__(self) -> str:
-        of = self._note or f"rows of {', '.join(self.names)}"
-        return f"Patterns of layer {self._layer!r}: {len(self):,} {of}"
+        return f"Patterns of layer {self._layer!r}: {len(self):,} rows of {', '.join(self.names)}"
 
     def __contains__(self, column: object) -> bool:
         return column in self._kinds
@@ -122,11 +119,6 @@ class Patterns:
         return [bool(v) if kind == "bool" else int(v) for v in distinct if v != NO_VALUE]
 
     def _column(self, column: str) -> NDArray[Any]:
-        if self._note:
-            raise QueryError(
-                f"column {column!r} was asked for, but layer {self._layer!r} has {len(self):,} "
-                f"{self._note}. Ask the memory it was compacted from, or another layer"
-            )
         if not isinstance(column, str) or column not in self._kinds:
             raise QueryError(
                 f"there is no column {column!r}; the patterns have {', '.join(self.names)}. "
