@@ -17,6 +17,7 @@ import numpy as np
 
 import dualform as df
 from figures import Example, draw
+from routing import cosines
 from runs import Experiment, Run, main, start
 from training import CLASSES, Phase, Report, Task, task, trained
 from votes import accuracy, first, percent, predicted, totals
@@ -99,15 +100,12 @@ def _shortened(full: Task, run: Run) -> Task:
 
 
 def routed(dual: df.DualForm, final: df.DualForm, tasks: dict[str, Task]) -> dict[str, Any]:
-    """Each input chooses its own mask: by the keys of the first layer, without being told its task.
-
-    What `dual.routed(by="task")(images)` gives, put together from views that are at hand.
-    """
-    router, without = dual.routed(by="task"), masked(dual)
+    """Each input chooses its own mask: by keys of the first layer, without being told its task."""
+    first_layer, without = dual.memory.layer("layer0"), masked(dual)
     accuracies, chosen = {}, {}
-    for name, each in tasks.items():
-        cosines = router.cosines(each.test_images.double())  # inputs are layer 0's queries
-        to_first = cosines.argmax(1) == router.phases.index("mnist")
+    for name, each in tasks.items():  # inputs are layer 0's queries
+        alike = cosines(first_layer, each.test_images, "task", ["mnist", "fashion"])
+        to_first = alike.argmax(1) == 0
         answer = np.where(
             to_first, predicted(without, each.test_images), predicted(final, each.test_images)
         )

@@ -132,7 +132,7 @@ def masks(m: Measured) -> str:
         "… at strength 0.3": ["masked in part", "0.3"],
         "… at strength 0.5": ["masked in part", "0.5"],
         "first task masked": ["first task masked"],
-        'routed by attention, `routed(by="task")`': ["routed by attention"],
+        "routed by attention": ["routed by attention"],
         "**only the class of dresses masked**": ["one class of the second task masked"],
     }
     rows = []

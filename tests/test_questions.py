@@ -1,4 +1,4 @@
-"""The command line's questions under masks and routed, against the same asked in Python."""
+"""The command line's questions under masks, against the same asked in Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.insert(0, str(place))
     save = safetensors.torch.save_file
     save({"input": IMAGE}, place / "one.safetensors")
-    save({"input": torch.cat([IMAGE, -IMAGE])}, place / "both.safetensors")
     save({"g": torch.tensor([1.0, -0.5, 0.25])}, place / "direction.safetensors")
     save({"a": IMAGE, "b": -IMAGE}, place / "two.safetensors")
     with torch.random.fork_rng():
@@ -102,20 +101,6 @@ def test_text_says_that_a_mask_is_not_retraining(ask: Any) -> None:
     assert "retraining" not in ask("attend", "run", "--example", 3).stdout
 
 
-def test_a_routed_input_is_asked_in_the_view_of_its_phase(place: Path, ask_json: Any) -> None:
-    routed = df.DualForm(net(), place / "run").routed(by="task")
-    found = ask_json("contribute", "run", *MODEL, "--routed-by", "task", "--target", 0)
-    assert found["routes"] == routed.routes(IMAGE).to_dict()
-    assert found["routes"]["rows"][0]["task"] == "left"
-    assert found["masks"] == ["without(task=['right'])"]
-    assert found["primal"] == pytest.approx(float(routed(IMAGE)[0, 0]), abs=1e-6)
-    view = routed.view(IMAGE)
-    assert view.masks == ("without(task=['right'])",)
-    assert routed.view(-IMAGE).masks == ()
-    with pytest.raises(df.QueryError, match="one input at a time"):
-        routed.view(torch.cat([IMAGE, -IMAGE]))
-
-
 def test_a_direction_over_the_outputs_is_a_target(place: Path, ask_json: Any) -> None:
     dual = df.DualForm(net(), place / "run")
     along = torch.tensor([1.0, -0.5, 0.25])
@@ -152,8 +137,6 @@ def test_how_far_attention_is_spread_and_absolute_values_after_summing(
         (["attend", "--example", 3, "--only", "task=middle"], "task='middle'"),
         (["attend", "--example", 3, "--strength", 0.5], "belongs to --without"),
         (["attend", "--example", 3, "--mask-layer", "0"], "belongs to --without or --only"),
-        (["attend", "--example", 3, "--routed-by", "task"], "--routed-by needs --input"),
-        (["attend", *MODEL[2:], "--input", "both.safetensors", "--routed-by", "task"], "at a time"),
         (["contribute", *MODEL, "--target", 1, "--direction", "two.safetensors"], "either"),
         (["contribute", *MODEL, "--direction", "two.safetensors"], "holds 2 tensors"),
         (["contribute", *MODEL, "--direction", "one.safetensors"], "the target has shape"),

@@ -10,7 +10,6 @@ from dualform.attention import (
     Attention,
     Contribution,
     DualForm,
-    Routed,
     Spotlight,
     Verification,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "QueryError",
     "Recorder",
     "RecordingError",
-    "Routed",
     "Spotlight",
     "Table",
     "Verification",

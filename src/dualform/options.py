@@ -54,12 +54,6 @@ mask_layer_option = click.option(
     multiple=True,
     help="Mask this layer only; may be repeated. By default all of them.",
 )
-routed_by_option = click.option(
-    "--routed-by",
-    metavar="COLUMN",
-    help="Leave out what was learned after the phase (such as a task) whose keys the input is most "
-    "like. Needs --input.",
-)
 at_option = click.option(
     "--at", metavar="STEP", type=int, help="Ask the network as it was after so many updates."
 )
@@ -113,7 +107,6 @@ view_options = (
     only_option,
     strength_option,
     mask_layer_option,
-    routed_by_option,
 )
 listing_options = (
     top_option,

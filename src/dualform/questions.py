@@ -1,8 +1,8 @@
 """The commands that ask a memory: `attend` and `contribute`, and the view they are asked in.
 
 A view is the recorded network after some step (`--at`), with some of what patterns wrote taken away
-(`--without`, `--only`, `--routed-by`). Both commands take the same words for it, and list the same
-kinds of tables; only what the numbers mean differs.
+(`--without`, `--only`). Both commands take the same words for it, and list the same kinds of
+tables; only what the numbers mean differs.
 """
 
 from __future__ import annotations
@@ -29,24 +29,21 @@ from dualform.options import (
 
 
 class Question(NamedTuple):
-    """The view to ask, what to ask it with, and how each input was routed, if it was."""
+    """The view to ask, and what to ask it with."""
 
     dual: df.DualForm
     positional: tuple[Any, ...]
     named: dict[str, Any]
-    routes: df.Table | None
 
     @property
     def view(self) -> dict[str, Any]:
         """What --json says of the view."""
-        facts: dict[str, Any] = {"step": self.dual.step, "masks": list(self.dual.masks)}
-        return facts if self.routes is None else facts | {"routes": self.routes.to_dict()}
+        return {"step": self.dual.step, "masks": list(self.dual.masks)}
 
     @property
     def shown(self) -> list[Any]:
         """What is printed of a view that is not the trained network."""
-        masked = [str(self.dual)] if self.dual.is_masked else []
-        return masked if self.routes is None else [self.routes, *masked]
+        return [str(self.dual)] if self.dual.is_masked else []
 
 
 @click.command()
@@ -144,7 +141,7 @@ def contribute(
     aim: Any = None if target is None else arguments.target_of(target)
     aim = aim if direction is None else arguments.read_direction(direction)
     question = _question(run, export, asked)
-    dual, positional, named, _ = question
+    dual, positional, named = question
     with working("adding up"), arguments.running(asked["input_file"]):
         if aim is None:
             aim = arguments.largest_output(dual(*positional, **named))
@@ -166,8 +163,6 @@ def _question(run: Path, export: Path | None, asked: dict[str, Any]) -> Question
         raise click.UsageError("ask with either --example ID or --input FILE.safetensors")
     if file is not None and model is None:
         raise click.UsageError("--input needs --model, which turns it into each layer's queries")
-    if asked["routed_by"] is not None and file is None:
-        raise click.UsageError("--routed-by needs --input: an input chooses its phase")
     if export is not None:
         exports.check_ending(export)
     memory = df.Memory.open(run)
@@ -175,13 +170,8 @@ def _question(run: Path, export: Path | None, asked: dict[str, Any]) -> Question
     dual = df.DualForm(None if model is None else arguments.build_model(model), memory)
     dual = _view(dual, asked)
     if example is not None:
-        return Question(dual, (), {"example": arguments.example_id(memory, example)}, None)
-    if asked["routed_by"] is None:
-        return Question(dual, positional, dict(named), None)
-    with working("routing"), arguments.running(file):
-        routed = dual.routed(by=asked["routed_by"])
-        routes = routed.routes(*positional, **named)
-        return Question(routed.view(*positional, **named), positional, dict(named), routes)
+        return Question(dual, (), {"example": arguments.example_id(memory, example)})
+    return Question(dual, positional, dict(named))
 
 
 def _view(dual: df.DualForm, asked: dict[str, Any]) -> df.DualForm:

@@ -304,8 +304,6 @@ def test_a_memory_without_patterns_has_no_contributions(tmp_path: Path) -> None:
         pass
     with pytest.raises(df.QueryError, match="no patterns"):
         df.DualForm(model, tmp_path / "run").contribute(example=3, target=1)
-    with pytest.raises(df.QueryError, match="no patterns"):
-        df.DualForm(model, tmp_path / "run").routed(by="task")
 
 
 def test_a_projection_that_attention_does_not_call_contributes_all_the_same(tmp_path: Path) -> None:

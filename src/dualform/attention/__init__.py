@@ -1,9 +1,9 @@
 """Looking into a memory: the network as attention over its own training.
 
 `dual_form.py` holds the verbs, `view.py` the network at a step under masks (`masks.py`),
-`routing.py` the view that each input chooses, `queries.py` how a test input becomes queries,
-`spotlight.py` and `contribution.py` the two readings (of which output, `splitting.py`, `targets.py`
-and `used.py` say), `verification.py` the certificate (with `tally.py` and `rounding.py`'s bounds).
+`queries.py` how a test input becomes queries, `spotlight.py` and `contribution.py` the two readings
+(of which output, `splitting.py`, `targets.py` and `used.py` say), `verification.py` the certificate
+(with `tally.py` and `rounding.py`'s bounds).
 
 Below them the engine: `engine.py` streams a layer's patterns, `grouping.py` puts them into groups;
 `weights.py` weighs a few queries exactly, `ranking.py` finds the strongest of many (with
@@ -15,7 +15,6 @@ holds the inner loops.
 from dualform.attention.contribution import Contribution
 from dualform.attention.dual_form import DualForm
 from dualform.attention.engine import reporting
-from dualform.attention.routing import Routed
 from dualform.attention.spotlight import Attention, Spotlight
 from dualform.attention.verification import Check, Verification
 
@@ -24,7 +23,6 @@ __all__ = [
     "Check",
     "Contribution",
     "DualForm",
-    "Routed",
     "Spotlight",
     "Verification",
     "reporting",

@@ -22,8 +22,7 @@ from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution
 from dualform.attention.engine import Progress
 from dualform.attention.masks import Mask, as_rows, as_strength
-from dualform.attention.routing import Routed
-from dualform.attention.spotlight import Attention, Spotlight, check_k, is_whole
+from dualform.attention.spotlight import Attention, Spotlight, is_whole
 from dualform.attention.targets import Aim, index_of, is_margin
 from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
@@ -290,18 +289,6 @@ class DualForm:
         """
         named = None if layers is None else tuple(_names(layers))
         return self._masked(Mask(True, as_rows(rows), where, 1.0, unresolved, named))
-
-    def routed(self, by: str, *, layer: str | None = None, k: int = 10) -> Routed:
-        """The network that chooses, input by input, how much of its training to use.
-
-        The values of the column `by` are phases, in the order they were met. An input whose
-        attention in the first layer prefers an earlier phase's keys (mean of the `k` largest
-        cosines) is answered without what later phases wrote. Not retraining.
-
-        Example:
-            >>> dual.routed(by="task")(images)                             # doctest: +SKIP
-        """
-        return Routed(self, by, layer, check_k(k))
 
     def __repr__(self) -> str:
         lines = [

@@ -47,16 +47,11 @@ class Products:
         return torch.mm(self._queries[first:last], keys.T)
 
 
-def products(layer: LayerMemory, queries: Tensor, scales: engine.Reals | None) -> Products:
-    """Products of a layer's keys with some queries.
-
-    `scales` are 1/‖x‖, if products will be multiplied by it.
-    """
+def products(layer: LayerMemory, queries: Tensor) -> Products:
+    """Products of a layer's keys with some queries."""
     longest = weights.longest_key(layer)
     scale = -torch.frexp(queries.abs().amax(1)).exponent
     asked = torch.ldexp(queries, scale[:, None])
     narrow = layer.dtype != torch.float64 and SMALLEST < longest < LARGEST
-    if scales is not None:
-        narrow = narrow and bool((scales < 1e30).all())
     dtype = torch.float32 if narrow else torch.float64
-    return Products(asked, scale.numpy(), dtype, longest if scales is None else 1.001)
+    return Products(asked, scale.numpy(), dtype, longest)

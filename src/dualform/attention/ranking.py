@@ -92,22 +92,20 @@ def top_patterns(
     cells: Cells | None = None,
     *,
     held: engine.Reals | None = None,
-    scales: engine.Reals | None = None,
     block: int = engine.BLOCK,
 ) -> Ranked:
     """The top k patterns per query, in all or in each of the groups; ties: earlier first.
 
-    `held` are all weights, where they are known already; `scales` multiplies the weights of each
-    pattern (1/‖x‖ ranks by cosine).
+    `held` are all weights, where they are known already.
     """
     order(sign)
     k = min(k, max(1, layer.rows))
     if layer.kind == "embedding" and not weights.are_few(layer, queries):
-        return _one_by_one(layer, queries, included, k, sign, cells, scales)
+        return _one_by_one(layer, queries, included, k, sign, cells)
     if held is None and weights.are_few(layer, queries):
         held = weights.all_weights(layer, queries, included)
     if held is not None:
-        return _of_held(layer, held, included, k, sign, cells, scales)
+        return _of_held(layer, held, included, k, sign, cells)
     _check_size(layer, queries)
     codes, groups = (None, 1) if cells is None else (cells.codes, max(1, len(cells.values)))
     per_query = groups * min(2 * k + 64, max(1, layer.rows))
@@ -116,13 +114,12 @@ def top_patterns(
     for low in range(0, len(queries), at_once):
         some = queries[low : low + at_once]
         if visits is not None:
-            part = _of_visits(layer, some, visits, k, sign, groups, scales, block)
+            part = _of_visits(layer, some, visits, k, sign, groups, block)
         else:
             # Keys grow while a network learns: with the longest first, most never reach a limit.
-            longest_first = weights.norms(layer) if scales is None else None
-            blocks = engine.key_blocks(layer, included, block, longest_first)
-            found = _collect(layer, some, blocks, k, sign, codes, groups, scales)
-            part = _settle(layer, some, *found, k, sign, groups, scales)
+            blocks = engine.key_blocks(layer, included, block, weights.norms(layer))
+            found = _collect(layer, some, blocks, k, sign, codes, groups)
+            part = _settle(layer, some, *found, k, sign, groups)
         parts.append(part._replace(query=part.query + low))
     return _joined(parts)
 
@@ -147,13 +144,12 @@ def _one_by_one(
     k: int,
     sign: str,
     cells: Cells | None,
-    scales: engine.Reals | None,
 ) -> Ranked:
     """The same for an embedding, where attention is 1 or 0 and nearly everything ties."""
     parts = []
     for number in range(len(queries)):
         held = weights.all_weights(layer, queries[number : number + 1], included)
-        part = _of_held(layer, held, included, k, sign, cells, scales)
+        part = _of_held(layer, held, included, k, sign, cells)
         parts.append(part._replace(query=part.query + number))
     return _joined(parts)
 
@@ -165,7 +161,6 @@ def _of_held(
     k: int,
     sign: str,
     cells: Cells | None,
-    scales: engine.Reals | None,
 ) -> Ranked:
     """The same from weights that are all known: they are exact, and equal keys tie."""
     members = [np.arange(layer.rows)] if cells is None else cells.members
@@ -173,11 +168,10 @@ def _of_held(
         members = [rows[included[rows]] for rows in members]
     found: list[tuple[int, int, engine.Rows, engine.Reals]] = []
     for query, line in enumerate(held):
-        scaled = line if scales is None else line * scales
         for group, rows in enumerate(members):
-            inside = scaled if len(rows) == len(scaled) else scaled[rows]
+            inside = line if len(rows) == len(line) else line[rows]
             best = rows[top_of(inside, k, sign)]
-            found.append((query, group, best, scaled[best]))
+            found.append((query, group, best, line[best]))
     lengths = [len(rows) for _, _, rows, _ in found]
     return Ranked(
         np.repeat([f[0] for f in found], lengths).astype(np.int64),
@@ -196,19 +190,18 @@ def _collect(
     sign: str,
     codes: NDArray[np.int64] | None,
     groups: int,
-    scales: engine.Reals | None,
 ) -> tuple[NDArray[np.int64], engine.Rows]:
     """One pass over all patterns (or entries): cells and rows of what may be among the best.
 
-    `codes` and `scales` are those of the rows that the blocks name.
+    `codes` are those of the rows that the blocks name.
     """
     fast = kernels(layer)
     directed = -queries if sign == "least" else queries
-    asked = products(layer, directed, scales)
+    asked = products(layer, directed)
     candidates: Candidates
     if fast is not None:
         most = layer.rows if codes is None else int(np.bincount(codes).max(initial=0))
-        weigh = _weigher(fast, directed, sign, scales)
+        weigh = _weigher(fast, directed, sign)
         candidates = CompiledCandidates(fast, weigh, asked, groups, k, most)
     else:
         as_numpy = np.float32 if asked.dtype == torch.float32 else np.float64
@@ -218,15 +211,13 @@ def _collect(
         rounded = asked.rounded(keys)
         for first in range(0, len(queries), QUERIES_AT_ONCE):
             found = asked.times(first, first + QUERIES_AT_ONCE, rounded)
-            if scales is not None:
-                found *= torch.from_numpy(scales[rows]).to(asked.dtype)
             if sign == "absolute":
                 found.abs_()
             candidates.take(first, found.numpy(), rows, inside, keys)
     return candidates.result()
 
 
-def _weigher(fast: Kernels, queries: Tensor, sign: str, scales: engine.Reals | None) -> Weigh:
+def _weigher(fast: Kernels, queries: Tensor, sign: str) -> Weigh:
     """Exact weights of a few pairs, as they are to be ranked."""
     asked = np.ascontiguousarray(queries.numpy())
     rank = abs if sign == "absolute" else lambda values: values
@@ -236,8 +227,6 @@ def _weigher(fast: Kernels, queries: Tensor, sign: str, scales: engine.Reals | N
     ) -> engine.Reals:
         exact = np.empty(len(query))
         fast.pair_weights(keys.numpy(), place, asked, query, exact)
-        if scales is not None:
-            exact *= scales[rows[place]]
         ranked: engine.Reals = rank(exact)
         return ranked
 
@@ -251,19 +240,16 @@ def _of_visits(
     k: int,
     sign: str,
     groups: int,
-    scales: engine.Reals | None,
     block: int,
 ) -> Ranked:
     """The same where keys recur: different keys are ranked, and the patterns of the best listed."""
-    scaled = None if scales is None else scales[visits.first]
     blocks, codes = visits.blocks(block), None if groups == 1 else visits.codes
-    cells, entries = _collect(layer, queries, blocks, k, sign, codes, groups, scaled)
+    cells, entries = _collect(layer, queries, blocks, k, sign, codes, groups)
     by_key = np.argsort(entries, kind="stable")
     cells, entries = cells[by_key], entries[by_key]
     exact = weights.pair_weights(
         layer, visits.number[entries], queries, cells // groups, of_distinct=True
     )
-    exact = exact if scaled is None else exact * scaled[entries]
     ranked = order(sign)(exact)
     best = np.lexsort((-ranked, cells))
     cells, entries, exact, ranked = cells[best], entries[best], exact[best], ranked[best]
@@ -292,14 +278,11 @@ def _settle(
     k: int,
     sign: str,
     groups: int,
-    scales: engine.Reals | None,
 ) -> Ranked:
     """The exact weights of what is left, in order, and the best k of them."""
     by_row = np.argsort(rows, kind="stable")
     cells, rows = cells[by_row], rows[by_row]
     exact = weights.pair_weights(layer, rows, queries, cells // groups)
-    if scales is not None:
-        exact *= scales[rows]
     ordered = _by_cell(cells, len(queries) * groups)  # rows still ascend within each cell
     counts = np.bincount(cells, minlength=len(queries) * groups)
     place = np.arange(len(cells)) - np.repeat(np.cumsum(counts) - counts, counts)

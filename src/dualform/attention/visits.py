@@ -45,11 +45,6 @@ class Visits:
         self.number, self.codes = np.divmod(joint[rows[fresh]], groups)
 
     @property
-    def first(self) -> engine.Rows:
-        """The earliest pattern of every entry."""
-        return self._patterns[self._starts]
-
-    @property
     def most(self) -> int:
         """How many entries the largest group has."""
         return int(np.bincount(self.codes, minlength=1).max())
