@@ -44,11 +44,6 @@ class Visits:
         self.counts = np.diff(fresh, append=len(rows))
         self.number, self.codes = np.divmod(joint[rows[fresh]], groups)
 
-    @property
-    def most(self) -> int:
-        """How many entries the largest group has."""
-        return int(np.bincount(self.codes, minlength=1).max())
-
     def blocks(self, size: int) -> Iterator[tuple[engine.Rows, Tensor]]:
         """Entries and their keys [b, d_in], float32 or float64, a block at a time."""
         room = engine.Buffer(torch.float32)
