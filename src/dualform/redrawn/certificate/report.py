@@ -1,0 +1,222 @@
+"""The certificate as it is handed out: a verdict for every parameter, and the checks behind it.
+
+A certificate is only worth something if it can fail, so it hides no residual: each stands beside
+the bound that honest rounding keeps to, a share that patterns do not explain is named, and the
+first thing the printed form says is whether all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dualform.errors import QueryError
+from dualform.table import Table
+
+BITS = "bit for bit"
+ROUNDED = "within rounding"
+LITTLE = "within rounding, certifies little"
+NOT = "not"
+KEPT = "not replayable: kept states only"
+
+KINDS = {
+    "steps": "every step's patterns against its gradient",
+    "fingerprints": "from fingerprint to fingerprint",
+    "states": "from kept state to kept state",
+    "weights": "the last kept weights against the model's",
+    "outputs": "outputs by attention against the model's",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: a relative residual (0 is perfect), and the bound that rounding keeps to."""
+
+    parameter: str
+    kind: str
+    residual: float
+    bound: float
+    step: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the residual is finite and within its bound, and that finite too."""
+        return bool(np.isfinite([self.residual, self.bound]).all() and self.residual <= self.bound)
+
+    @property
+    def severity(self) -> float:
+        """How far the residual is on its way to the bound: more than 1 is a failure."""
+        if self.passed and self.residual == 0:
+            return 0.0
+        if self.bound <= 0 or not np.isfinite([self.residual, self.bound]).all():
+            return float("inf")  # a bound without end would take anything
+        return self.residual / self.bound
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for `json.dumps`."""
+        residual, bound = (x if np.isfinite(x) else None for x in (self.residual, self.bound))
+        return {
+            "parameter": self.parameter,
+            "check": self.kind,
+            "residual": residual,
+            "bound": bound,
+            "step": self.step,
+            "passed": self.passed,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one parameter, and why it is not better than that.
+
+    `walked` of `ways` between its kept states were replayed; `step`: where it was found not to be.
+    `remainder`: the share of what it learned that patterns do not explain, 0 to 1 and above.
+    """
+
+    parameter: str
+    verdict: str
+    why: str = ""
+    step: int | None = None
+    walked: int = 0
+    ways: int = 0
+    remainder: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict in (BITS, ROUNDED, KEPT)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether a memory explains a network: a verdict per parameter, residuals beside bounds.
+
+    Example:
+        >>> certificate = dual.verify()                                    # doctest: +SKIP
+        >>> certificate.passed, certificate.verdicts["fc1.weight"].verdict  # doctest: +SKIP
+        (True, 'bit for bit')
+    """
+
+    steps: int
+    verdicts: Mapping[str, Verdict]
+    checks: tuple[Check, ...]
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passes, and no verdict is "not" or certifies little."""
+        return all(v.passed for v in self.verdicts.values()) and not self.failures
+
+    @property
+    def verdict(self) -> str:
+        """The weakest verdict of all parameters that patterns explain."""
+        found = [v.verdict for v in self.verdicts.values()]
+        order = (NOT, LITTLE, ROUNDED, BITS, KEPT)
+        if self.failures:
+            return NOT
+        return next((verdict for verdict in order if verdict in found), KEPT)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that did not pass."""
+        return tuple(check for check in self.checks if not check.passed)
+
+    def residual(self, parameter: str, kind: str | None = None) -> float:
+        """The relative residual of one parameter: of the check named, or of its worst."""
+        return self._check(parameter, kind).residual
+
+    def bound(self, parameter: str, kind: str | None = None) -> float:
+        """The bound that rounding keeps that residual to."""
+        return self._check(parameter, kind).bound
+
+    @property
+    def table(self) -> Table:
+        """One line per parameter: the verdict, residual ≤ bound of each check, the remainder."""
+        found = {(c.parameter, c.kind): c for c in self.checks}
+        names = list(self.verdicts)
+        kinds = [kind for kind in KINDS if any(known == kind for _, known in found)]
+        columns: dict[str, Any] = {
+            "parameter": names,
+            "verdict": [v.verdict for v in self.verdicts.values()],
+            "replayed": [f"{v.walked} of {v.ways}" for v in self.verdicts.values()],
+        }
+        for kind in kinds:
+            columns[kind] = [_cell(found.get((name, kind))) for name in names]
+        if any(v.remainder for v in self.verdicts.values()):
+            shares = (v.remainder for v in self.verdicts.values())
+            columns["not explained"] = [f"{share:.1%}" if share else "" for share in shares]
+        return Table(columns, "residual ≤ bound, relative: 0 is perfect")
+
+    def raise_if_failed(self) -> None:
+        """Raise `QueryError` saying what did not pass; nothing if all did."""
+        if not self.passed:
+            raise QueryError("\n".join(["the memory does not explain the network:", *self.blame()]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain values, fit for `json.dumps`."""
+        return {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "steps": self.steps,
+            "parameters": [dict(vars(v)) for v in self.verdicts.values()],
+            "checks": [check.to_dict() for check in self.checks],
+            "hashes": dict(self.hashes),
+            "remarks": list(self.remarks),
+        }
+
+    def __repr__(self) -> str:
+        said = "PASSED" if self.passed else "FAILED"
+        lines = [f"Verification after {self.steps:,} updates: {said}, {self.verdict}"]
+        lines.append(repr(self.table))
+        lines += [f"  {c.parameter}: {_cell(c)}" for c in self.checks if c.kind == "outputs"]
+        lines += [] if self.passed else self.blame()
+        reasons: dict[str, list[str]] = {}
+        for v in self.verdicts.values():
+            if v.why and v.passed:
+                reasons.setdefault(f"{v.verdict}: {v.why}", []).append(v.parameter)
+        lines += [f"  {', '.join(names)}: {why}" for why, names in reasons.items()]
+        lines += [f"  remark: {remark}" for remark in self.remarks]
+        lines += [f"  sha256 {name}: {value[:16]}…" for name, value in self.hashes.items()]
+        return "\n".join(lines)
+
+    def blame(self) -> list[str]:
+        """What did not pass, in sentences."""
+        lines = [
+            f"  {v.parameter}: {v.verdict}" + (f", {v.why}" if v.why else "")
+            for v in self.verdicts.values()
+            if not v.passed
+        ]
+        for check in self.failures:
+            where = "" if check.step is None else f", worst at step {check.step}"
+            lines.append(
+                f"  {check.parameter}, {KINDS[check.kind]}: residual {check.residual:.2g} is more "
+                f"than the {check.bound:.2g} of rounding{where}"
+            )
+        kinds = {check.kind for check in self.failures}
+        agrees = all(v.passed for v in self.verdicts.values())
+        if kinds and kinds <= {"weights", "outputs"} and agrees:
+            lines.append(
+                "  the memory agrees with itself: is this the model as it was after "
+                f"{self.steps:,} recorded updates?"
+            )
+        return lines
+
+    def _check(self, parameter: str, kind: str | None) -> Check:
+        known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
+        if not known:
+            have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
+            raise QueryError(
+                f"nothing was checked for {parameter!r}, {kind or 'any check'}; checked: {have}"
+            )
+        return max(known, key=lambda check: check.severity)
+
+
+def _cell(check: Check | None) -> str:
+    if check is None:
+        return ""
+    if check.residual == check.bound == 0:
+        return "0"
+    return f"{check.residual:.1e} {'≤' if check.passed else '> !'} {check.bound:.1e}"

@@ -1,0 +1,40 @@
+"""How a module's input becomes patterns, and a test input queries: one file per kind of layer.
+
+Recording and attention both need it, and they must agree to the last row, so it lives below both.
+Outside this room nothing asks which kind a layer is: `kinds.of(layer.kind)` answers what it means.
+
+    layer.py      what is known of a layer          kinds.py       the interface of kinds, by name
+    linear.py, embedding.py, norm.py                one kind each
+    capture.py    modules' hooks                    walk.py        weights used past modules
+    finding.py, choosing.py, naming.py, opaque.py   which layers, what is kept, names, reasons
+    torch_internals.py                              every private name of torch
+"""
+
+from dualform.redrawn.layers import embedding, linear, norm
+from dualform.redrawn.layers.capture import Capture, OnUse
+from dualform.redrawn.layers.choosing import WORDS, Keep
+from dualform.redrawn.layers.fast_path import layer_by_layer
+from dualform.redrawn.layers.finding import ROOT_NAME, find_layers
+from dualform.redrawn.layers.kinds import Kind, of, register
+from dualform.redrawn.layers.layer import Layer
+from dualform.redrawn.layers.naming import possible_names
+from dualform.redrawn.layers.opaque import reasons_for_values
+
+__all__ = [
+    "ROOT_NAME",
+    "WORDS",
+    "Capture",
+    "Keep",
+    "Kind",
+    "Layer",
+    "OnUse",
+    "embedding",
+    "find_layers",
+    "layer_by_layer",
+    "linear",
+    "norm",
+    "of",
+    "possible_names",
+    "reasons_for_values",
+    "register",
+]

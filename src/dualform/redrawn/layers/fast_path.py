@@ -1,0 +1,37 @@
+"""torch's fused evaluation of `nn.TransformerEncoder`, switched off while layers are looked at.
+
+In eval mode torch may compute a whole encoder layer in one kernel, calling none of its modules, and
+hands positions that a padding mask leaves out around as nested tensors, which no hook can read. It
+gives zeros at such positions, where the layers one by one give numbers that nobody uses; elsewhere
+the two agree up to rounding. So both sides of a comparison are taken without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.Lock()
+_inside = 0
+_before = True
+
+
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """No fused evaluation inside; the switch, which is one for all threads, is then put back."""
+    global _inside, _before
+    with _lock:
+        if not _inside:
+            _before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                torch.backends.mha.set_fastpath_enabled(_before)

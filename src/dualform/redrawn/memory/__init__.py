@@ -1,0 +1,31 @@
+"""A recorded run on disk: rows of patterns, their columns, the learning rule's log, what was kept.
+
+The format: `files.py` says what lies where and what a commit is, `fields.py` and `description.py`
+read what the manifest and the lines say, `content.py` names a segment's tensors, `tensor_files.py`
+writes them and `mapped.py` reads them, each block checked when it is first touched.
+
+Reading: `opened.py` is a directory as a whole, `segments.py` one segment, `memory.py` what readers
+hold, with `layer.py` (a layer's rows), `uses.py` and `patterns.py` (where each pattern came from,
+and the `where` conditions), `distinct.py` (keys that recur) and `kept.py` (states, gradients).
+
+Writing: `writing.py` commits and cuts back, `rewriting.py` reads a segment back to write it anew,
+`narrowing.py` puts rows into 16 bits, `liveness.py` knows who is writing.
+"""
+
+from dualform.redrawn.memory.content import COMPUTED_IN as COMPUTED_IN
+from dualform.redrawn.memory.content import SegmentContent as SegmentContent
+from dualform.redrawn.memory.description import Buffer as Buffer
+from dualform.redrawn.memory.description import Event as Event
+from dualform.redrawn.memory.description import Parameter as Parameter
+from dualform.redrawn.memory.description import Phase as Phase
+from dualform.redrawn.memory.distinct import DistinctKeys as DistinctKeys
+from dualform.redrawn.memory.kept import Kept as Kept
+from dualform.redrawn.memory.layer import Block as Block
+from dualform.redrawn.memory.layer import LayerMemory as LayerMemory
+from dualform.redrawn.memory.memory import Marks as Marks
+from dualform.redrawn.memory.memory import Memory as Memory
+from dualform.redrawn.memory.memory import ParameterLog as ParameterLog
+from dualform.redrawn.memory.patterns import Patterns as Patterns
+from dualform.redrawn.memory.uses import Uses as Uses
+from dualform.redrawn.memory.writing import MemoryWriter as MemoryWriter
+from dualform.redrawn.memory.writing import environment as environment

@@ -1,0 +1,444 @@
+"""Following a training run without changing a bit of it: the context manager that users hold.
+
+It begins, tags, flushes and ends, and connects torch's hooks with the files that do the work:
+`passes.py` (what a backward pass brings) and `updates.py` (what an optimizer's step does).
+
+Why it is hard: a run may end anywhere. By Ctrl-C in the middle of an update, by an exception under
+way, in a forked process that inherited the recorder; by a loop that puts other weights into the
+model after its last update. Whatever happens, every step that was complete is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from dualform.errors import RecordingError
+from dualform.redrawn.layers import (
+    Capture,
+    Keep,
+    Layer,
+    find_layers,
+    possible_names,
+    reasons_for_values,
+)
+from dualform.redrawn.layers import kinds as layer_kinds
+from dualform.redrawn.memory.writing import MemoryWriter, environment
+from dualform.redrawn.recording.contents import Contents
+from dualform.redrawn.recording.findings import Findings
+from dualform.redrawn.recording.interrupts import Interrupts
+from dualform.redrawn.recording.kept import Keeper, States
+from dualform.redrawn.recording.line import Line
+from dualform.redrawn.recording.passes import Passes
+from dualform.redrawn.recording.recurring import Recurring
+from dualform.redrawn.recording.regions import Region
+from dualform.redrawn.recording.resuming import Resumption, phase, reopened
+from dualform.redrawn.recording.sink import Sink
+from dualform.redrawn.recording.tags import Context, Tag, Tags
+from dualform.redrawn.recording.updates import ANCHOR, Updates
+from dualform.redrawn.recording.watched import Site, Watch
+from dualform.redrawn.recording.worker import Worker
+
+if TYPE_CHECKING:
+    from dualform.redrawn.recording.entry import Options
+
+logger = logging.getLogger("dualform")
+
+ROWS = 1 << 20
+"""About how many bytes a part's first region takes."""
+
+
+class Recorder:
+    """A recording under way; made by `record`, used as a context manager.
+
+    Example:
+        >>> with df.record(model, optimizer, "runs/digits") as recorder:   # doctest: +SKIP
+        ...     recorder.tag(example=[3, 1], label=[0, 7])
+        ...     recorder.steps
+        0
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: list[Optimizer], path: Path, options: Options
+    ) -> None:
+        self._model, self._optimizers, self._path = model, optimizers, path
+        self._options = options
+        self._state = "new"
+        self._findings = Findings(options.audit)
+        self._interrupts = Interrupts()
+        self._tags = Tags()
+        self._tag: Tag | None = None
+        self._calls, self._count = 0, 0
+        self._parts: _Parts
+
+    # -- what users see -------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        if self._state != "new":
+            raise RecordingError("this recorder was used before; call dualform.record again")
+        self._interrupts.install()
+        self._interrupts.hold()
+        try:
+            self._begin()
+            self._state = "recording"
+            _recording.add(self)
+            self._interrupts.release()
+        except BaseException as error:
+            if self._state == "recording":  # Ctrl-C came just now
+                self.__exit__(type(error), error, error.__traceback__)
+            self._interrupts.remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._state != "recording":  # a forked process: there is nothing of ours here
+            return
+        self._interrupts.hold()
+        self._state = "ended"
+        parts = self._parts
+        parts.remove_hooks()
+        try:
+            parts.sink.close(lambda: self._end(kind))
+            if kind is None:
+                self._findings.raise_trouble()
+        except BaseException:
+            if kind is None:
+                raise
+            logger.exception("dualform: closing the memory at %s failed", self._path)
+        finally:
+            with ExitStack() as ending:  # from below: all of it, even if Ctrl-C comes once more
+                ending.callback(self._interrupts.release)
+                ending.callback(self._interrupts.remove)
+                ending.callback(parts.writer.release)
+                ending.callback(parts.passes.worker.close)
+
+    def tag(self, **columns: Any) -> None:
+        """Name the patterns of the batch that is about to be fed: ids, labels, tasks, anything.
+
+        Every column is [B], [B, L] or one value; numbers, booleans or strings. A tag holds until
+        the next call or the next update, whichever comes first.
+
+        Example:
+            >>> recorder.tag(example=[3, 1, 4], label=[0, 7, 7], task="digits")   # doctest: +SKIP
+        """
+        self._must_be_recording("tag")
+        self._tag = self._tags.make(self._count, columns)
+
+    def flush(self) -> None:
+        """Commit every complete step and wait until it is on disk for good.
+
+        Call this where you save a checkpoint to resume from. Patterns that no update has used yet
+        stay in memory until one does.
+
+        Example:
+            >>> recorder.flush()   # doctest: +SKIP
+        """
+        self._must_be_recording("flush")
+        with self._interrupts.held():
+            parts = self._parts
+            if parts.updates.is_under_way:  # one of several optimizers has moved: that is a step
+                parts.updates.close_step()
+            if not parts.keeper.states.changed().any():  # others may stand in for an evaluation
+                self._keep_state()
+            self._commit()
+        self._parts.sink.wait()
+        self._findings.raise_trouble()
+
+    @property
+    def steps(self) -> int:
+        """How many updates have been recorded."""
+        return 0 if self._state == "new" else self._parts.updates.step
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was dropped or could not be explained so far, in sentences."""
+        return tuple(self._findings.remarks)
+
+    # -- the beginning --------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        options, model = self._options, self._model
+        keep = Keep(options.keep)
+        found = find_layers(model)
+        watch = Watch(model)
+        with ExitStack() as undo:
+            resumed = reopened(self._path, undo) if options.resume else None
+            states = States(watch, self._optimizers)
+            sites: dict[Layer, Site] = {}
+            for layer in found:
+                add_site(sites, watch, layer, keep)
+            keep.check(found, possible_names(model))
+            if resumed is None:
+                writer = MemoryWriter(self._path, overwrite=options.overwrite)
+                undo.callback(writer.release)
+                step = 0
+            else:
+                resumed.compare(model, sites, options)
+                writer, step = resumed.writer, resumed.find(watch, states, options)
+            worker = Worker("dualform-worker")
+            undo.callback(worker.close)
+            passes = Passes(watch, worker)
+            passes.sites = sites
+            for name, why in reasons_for_values(model, sites).items():
+                watch.by_name[name].why = why
+            watch.resolve()
+            keeper = Keeper(watch, states, model, worker, self._findings)
+            updates = Updates(
+                watch, passes, keeper, self._findings, self._optimizers, options.every
+            )
+            updates.go_on(step)
+            if resumed is not None:
+                resumed.restore(self._tags, self._findings, updates, states, step)
+                self._tag = self._tags.forgotten()
+            capture = Capture(
+                model,
+                {layer: module for layer, module in found.items() if layer in sites},
+                on_use=passes.take,
+                on_new_layer=lambda layer: self._add(layer, keep),
+                on_values=self._make_values,
+                context=self._context,
+                by_examples=lambda layer: sites[layer].keep == "examples",
+            )
+            recurring = Recurring(None if resumed is None else resumed.stored_keys)
+            contents = Contents(watch, sites, self._tags.kinds, options.stored, recurring)
+            sink = Sink(writer, sites, contents, options.segment_bytes, step)
+            self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
+            updates.on_step = self._on_step
+            for w in watch:
+                watch.unknown[w.index] = w.tensor.grad is not None
+            writer.begin(self._description(resumed, step))
+            keeper.begin(step)
+            states.take()
+            states.remember(step)
+            capture.start()
+            self._parts.handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+            undo.pop_all()
+
+    def _add(self, layer: Layer, keep: Keep) -> bool:
+        """Take up a weight that is used past its module, seen for the first time."""
+        parts = self._parts
+        if not add_site(parts.passes.sites, parts.watch, layer, keep):
+            return False
+        for name in layer.parameters:
+            parts.watch.resolve_one(parts.watch.by_name[name])
+        return True
+
+    def _make_values(self, parameter: str, reason: str) -> None:
+        """Keep a parameter as values: it is used in a way that has no patterns."""
+        watch = self._parts.watch
+        w = watch.by_name[parameter]
+        if watch.resolved[w.index]:
+            watch.make_values(w, reason)
+            self._findings.warn(f"{parameter!r} {reason}; it is kept as values, without patterns")
+
+    def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
+        parts, options = self._parts, self._options
+        stored = options.stored
+        return {
+            "every": options.every,
+            "stored": str(stored or torch.float32).removeprefix("torch."),
+            "environment": environment(),
+            "parameters": [
+                {
+                    "name": w.name,
+                    "shape": list(w.tensor.shape),
+                    "dtype": str(w.tensor.dtype).removeprefix("torch."),
+                    **parts.watch.coverage(w),
+                }
+                for w in parts.watch
+            ],
+            "buffers": parts.keeper.describe_buffers(),
+            "phases": [
+                *([] if resumed is None else resumed.phases),
+                phase(step, None if resumed is None else resumed.ended),
+            ],
+        }
+
+    # -- torch's hooks --------------------------------------------------------------------------
+
+    def _context(self) -> Context:
+        """What is true of a forward call: its tag, whether that is stale, which call it is."""
+        self._calls += 1
+        tag = self._tag
+        return Context(tag, tag is not None and tag.update != self._count, self._calls)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        updates = self._parts.updates
+        if self._state != "recording" or not updates.holds(optimizer):
+            return None
+        self._interrupts.hold()  # until the update is written down, in _after
+        try:
+            return updates.before(optimizer, args, kwargs)
+        except BaseException:
+            self._interrupts.release()
+            raise
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        updates = self._parts.updates
+        if self._state != "recording" or not updates.holds(optimizer):
+            return
+        try:
+            self._count += 1
+            updates.after(optimizer)
+        finally:
+            if not updates.is_open:
+                self._interrupts.release()
+        self._findings.raise_trouble()
+
+    def _on_step(self, line: Line) -> None:
+        """A step is over: it counts, and may be the one to commit."""
+        parts = self._parts
+        parts.sink.end_step(line)
+        parts.capture.next_step()
+        parts.keeper.recorded = parts.passes.bytes
+        step = parts.updates.step
+        if parts.keeper.due or step % ANCHOR == 0:
+            self._keep_state()
+        if parts.sink.is_due(parts.passes.bytes) and self._state == "recording":
+            self._commit()
+
+    def _keep_state(self, *, keep: bool = False) -> None:
+        updates = self._parts.updates
+        self._parts.keeper.anchor(updates.step, updates.settings.settings, keep=keep)
+
+    def _commit(self) -> None:
+        parts = self._parts
+        parts.passes.worker.wait()
+        parts.sink.commit(parts.keeper.take(), self._news())
+
+    def _news(self) -> dict[str, Any]:
+        parts = self._parts
+        return {
+            **self._findings.news(),
+            **parts.updates.news(),
+            **parts.watch.news(),
+            "columns": dict(self._tags.kinds),
+            "strings": self._tags.new_strings(),
+        }
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _end(self, kind: type[BaseException] | None) -> list[str]:
+        """Write what is complete; what stands after it is a remark and nothing more."""
+        parts = self._parts
+        updates, keeper = parts.updates, parts.keeper
+        known = len(self._findings.remarks)
+        if kind is not None:
+            self._findings.remark(f"the training loop was ended by {kind.__name__}")
+        try:
+            parts.passes.finish()
+            if updates.is_under_way:
+                updates.close_step()
+            self._keep_last_state()
+        finally:
+            if parts.sink.lines or keeper.kept:
+                self._commit()
+                known = len(self._findings.remarks)
+        return self._findings.remarks[known:]
+
+    def _keep_last_state(self) -> None:
+        """Keep weights and states as the last update left them, if they are still that."""
+        updates, keeper = self._parts.updates, self._parts.keeper
+        if not keeper.states.changed().any():
+            self._keep_state(keep=True)
+            return
+        back = keeper.states.restored()
+        where = "" if back is None else f": they are those of step {back}"
+        self._findings.remark(
+            f"weights were changed after update {updates.step}, where the memory ends{where}"
+        )
+
+    def _must_be_recording(self, verb: str) -> None:
+        if self._state == "forked":
+            raise RecordingError(
+                f"{verb}() was called in a process forked from the one that records; what is "
+                "trained here is not recorded: only the process that began the recording writes"
+            )
+        if self._state != "recording":
+            raise RecordingError(
+                f"recorder.{verb}(...) was called {'before' if self._state == 'new' else 'after'} "
+                "the recording; call it inside `with dualform.record(...) as recorder:`"
+            )
+
+    def _abandon(self) -> None:
+        """In a forked process: forget the recording. It has no threads here, and no lock."""
+        self._state = "forked"
+        self._parts.remove_hooks()
+        self._interrupts.remove()
+
+
+class _Parts:
+    """What works together while a recording is under way."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        passes: Passes,
+        updates: Updates,
+        keeper: Keeper,
+        capture: Capture,
+        writer: MemoryWriter,
+        sink: Sink,
+    ) -> None:
+        self.watch, self.passes, self.updates, self.keeper = watch, passes, updates, keeper
+        self.capture, self.writer, self.sink = capture, writer, sink
+        self.handles: list[Any] = []
+
+    def remove_hooks(self) -> None:
+        """Leave nothing behind in torch."""
+        self.capture.remove()
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+def add_site(sites: dict[Layer, Site], watch: Watch, layer: Layer, keep: Keep) -> bool:
+    """Make a place for a layer's rows; False if it is to be kept as values."""
+    kind = layer_kinds.of(layer.kind)
+    word = keep.word(layer)
+    weight = watch.by_name[layer.weight]
+    bias = None if layer.bias is None else watch.by_name[layer.bias]
+    site = Site(layer, kind, word, weight, bias)
+    if word == "values":
+        for _, w in site.parameters:
+            w.why = f"keep= asks for values of layer {layer.name!r}"
+        return False
+    for part, (width, dtype) in site.widths().items():
+        site.parts[part] = Region(width, dtype, max(1, ROWS // max(1, width * dtype.itemsize)))
+    sites[layer] = site
+    for _, w in site.parameters:
+        w.sites.append(site)
+    return True
+
+
+_recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for recorder in list(_recording):
+        recorder._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,82 @@
+"""Where rows lie until they are written: page-aligned memory that grows by copying.
+
+The training run only ever copies rows here, as they are; rounding them to 16 bits is the writer's
+work. Fresh pages cost as much as the copying, so a region is reused from segment to segment, and
+the writer hands its pages to the disk from where they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+from dualform.redrawn.memory.tensor_files import PAGE, TensorBytes, whole_pages
+
+HUGE = 8 << 20
+"""From this many bytes on a region asks for huge pages: far fewer page faults while copying."""
+
+
+class Region:
+    """Rows of one part of one layer: [rows, width] in one dtype."""
+
+    def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
+        self.width, self.dtype = width, dtype
+        self.row_bytes = width * dtype.itemsize
+        self.rows = 0
+        self._area, self._rows = self._allocate(max(1, capacity))
+
+    def _allocate(self, capacity: int) -> tuple[mmap.mmap, Tensor]:
+        size = capacity * self.row_bytes
+        area = whole_pages(size)
+        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                area.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(area, dtype=self.dtype)[: capacity * self.width]
+        return area, flat.view(capacity, self.width)
+
+    @property
+    def filled(self) -> Tensor:
+        """The rows there are, where they lie: [rows, width]."""
+        return self._rows[: self.rows]
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Copy rows to the end; return the copy."""
+        count = rows.shape[0]
+        end = self.rows + count
+        if end > self._rows.shape[0]:
+            self.reserve(max(end, self._rows.shape[0] + self._rows.shape[0] // 2))
+        place = self._rows[self.rows : end]
+        is_plain = rows.dtype == self.dtype and rows.is_cpu and rows.is_contiguous()
+        if is_plain and not rows.is_neg():  # a view of a complex number's part may be negated
+            # the C library's copy does not read what it is about to overwrite
+            ctypes.memmove(place.data_ptr(), rows.data_ptr(), count * self.row_bytes)
+        else:
+            place.copy_(rows)
+        self.rows = end
+        return place
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many rows."""
+        if capacity > self._rows.shape[0]:
+            area, rows = self._allocate(capacity)
+            rows[: self.rows].copy_(self._rows[: self.rows])
+            self._area, self._rows = area, rows
+
+    def cut(self, rows: int) -> None:
+        """Keep only the first rows; the memory stays."""
+        self.rows = rows
+
+    def tensor_bytes(self, name: str) -> TensorBytes:
+        """The rows as a tensor to be written, in whole pages from where they lie."""
+        memory = memoryview(self._area)
+        whole = memory[: self.bytes + -self.bytes % PAGE]
+        shape = (self.rows, self.width)
+        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)

@@ -1,0 +1,189 @@
+"""Going on with a memory: is it the same network, and which recorded step is the model?
+
+The log holds a mark of every parameter after every update, so any step is found by equality, to the
+bit, under every rule and however patterns are stored. The user's checkpoint may be behind the
+memory: later steps are then cut off. Nothing on disk changes before all of that is known.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dualform.errors import RecordingError
+from dualform.redrawn.layers import Layer
+from dualform.redrawn.memory import Memory
+from dualform.redrawn.memory.files import MANIFEST
+from dualform.redrawn.memory.writing import MemoryWriter
+from dualform.redrawn.recording.findings import Findings
+from dualform.redrawn.recording.kept import States
+from dualform.redrawn.recording.tags import Tags
+from dualform.redrawn.recording.updates import Updates
+from dualform.redrawn.recording.watched import Site, Watch
+
+if TYPE_CHECKING:
+    from dualform.redrawn.recording.entry import Options
+
+
+def reopened(path: Path, undo: ExitStack) -> Resumption | None:
+    """Lock the memory at a path to go on with it; None if there is none. `undo` lets go of it."""
+    if not (path / MANIFEST).exists():
+        return None
+    writer = MemoryWriter(path, resume=True)
+    undo.callback(writer.release)
+    return Resumption(Memory.open(path), writer)
+
+
+class Resumption:
+    """A memory to go on with, locked."""
+
+    def __init__(self, memory: Memory, writer: MemoryWriter) -> None:
+        self.memory, self.writer = memory, writer
+        self.ended = memory.steps
+
+    @property
+    def phases(self) -> list[dict[str, Any]]:
+        """What the memory says of its stretches so far."""
+        return [known._asdict() for known in self.memory.phases]
+
+    def compare(self, model: nn.Module, sites: Mapping[Layer, Site], options: Options) -> None:
+        """Raise `RecordingError` naming the first difference between model and memory."""
+        memory = self.memory
+        self._compare_tensors("parameter", dict(model.named_parameters()), memory.parameters)
+        self._compare_tensors("buffer", dict(model.named_buffers()), memory.buffers)
+        if memory.every != options.every:
+            raise self._differs(
+                f"every={options.every} was given, and every={memory.every} was recorded there"
+            )
+        if memory.opened.description.stored != (options.stored or torch.float32):
+            raise self._differs("its patterns are stored in another dtype than was asked for now")
+        here = {layer.name: site for layer, site in sites.items()}
+        for name in memory.layers:
+            known, site = memory.layer(name), here.get(name)
+            if site is None:
+                continue  # a weight that is used past its module comes up again when it is used
+            if known.layer != site.layer or known.keep != site.keep:
+                raise self._differs(
+                    f"layer {name!r} is a {site.layer.kind} layer kept by {site.keep} now; there "
+                    f"it is a {known.layer.kind} layer kept by {known.keep}, or of another shape"
+                )
+
+    def find(self, watch: Watch, states: States, options: Options) -> int:
+        """The step whose weights the model has; the memory is then cut back to it."""
+        memory = self.memory
+        weights, remembered = self._marks
+        steps = [place + 1 for place in states.find(weights)]
+        if self._is_initial(watch):
+            steps.insert(0, 0)
+        if not steps:
+            raise RecordingError(
+                f"the model is none of the {memory.steps + 1} states recorded in {memory.path}, to "
+                "the bit. Load the checkpoint of a recorded step (call recorder.flush() where you "
+                "save one), in the dtype it was trained in, or record into a new path"
+            )
+        now = states.state_numbers()
+        same = [s for s in steps if s and (remembered[s - 1] == now).all()]
+        step = (same or steps)[-1]
+        if not step and memory.steps and options.resume != "rewind":
+            raise RecordingError(
+                f"the model is as it was before the first step of {memory.path}: going on from "
+                f"there would drop all of the {memory.steps:,} steps recorded. Was its checkpoint "
+                "not loaded? Load it into model and optimizer first; or, to begin again on "
+                'purpose, pass resume="rewind"'
+            )
+        self.writer.rewind(step)
+        self.memory = Memory.open(memory.path)
+        return step
+
+    @property
+    def _marks(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """The marks of weights and of states after every step: [steps, P] each."""
+        memory = self.memory
+        found = [memory.marks(step) for step in range(1, memory.steps + 1)]
+        blank = np.zeros((0, len(memory.parameters)), np.uint32)
+        return (
+            np.stack([marks.weights for marks in found]) if found else blank,
+            np.stack([marks.states for marks in found]) if found else blank,
+        )
+
+    def _is_initial(self, watch: Watch) -> bool:
+        kept = self.memory.kept
+        return all(
+            0 in kept.steps(w.name)
+            and torch.equal(kept.weights(w.name, 0), w.tensor.detach().cpu())
+            for w in watch
+        )
+
+    def restore(
+        self, tags: Tags, findings: Findings, updates: Updates, states: States, step: int
+    ) -> None:
+        """Give the parts of a recorder what was known at that step."""
+        memory = self.memory
+        described = memory.opened.description
+        tags.restore(described.tags, described.strings)
+        findings.restore(described.remarks, [event._asdict() for event in memory.events])
+        updates.restore(list(memory.settings))
+        weights, remembered = self._marks
+        states.restore(weights, remembered)
+        if step and (remembered[step - 1] != states.state_numbers()).any():
+            findings.event(
+                step, "replaced", "resumed with another optimizer's state", list(memory.parameters)
+            )
+            findings.remark(
+                f"resumed at step {step} with another state of the optimizer than it had there: "
+                "what it remembered is part of the remainder"
+            )
+
+    def stored_keys(self, layer: Layer) -> Iterable[Tensor]:
+        """The keys that are stored once, in their order."""
+        if layer.name not in self.memory.layers:
+            return ()
+        distinct = self.memory.layer(layer.name).distinct
+        return () if distinct is None else distinct.stored()
+
+    def _compare_tensors(
+        self, what: str, here: Mapping[str, Tensor], there: Mapping[str, Any]
+    ) -> None:
+        missing = [name for name in there if name not in here]
+        added = [name for name in here if name not in there]
+        if missing or added:
+            said = [f"lacks the {what} {missing[0]!r}"] if missing else []
+            said += [f"has a {what} {added[0]!r} that was not recorded"] if added else []
+            raise self._differs(f"the model {' and '.join(said)}")
+        for name, tensor in here.items():
+            known = there[name]
+            if (tensor.shape, tensor.dtype) != (torch.Size(known.shape), known.dtype):
+                raise self._differs(
+                    f"the {what} {name!r} is {tensor.dtype} {list(tensor.shape)} now and "
+                    f"{known.dtype} {list(known.shape)} in the memory"
+                )
+        if list(here) != list(there):
+            raise self._differs(f"the model has its {what}s in another order")
+
+    def _differs(self, how: str) -> RecordingError:
+        return RecordingError(
+            f"{self.memory.path} cannot be gone on with: {how}. Resume with the model and options "
+            "it was recorded with, or record into a new path"
+        )
+
+
+def phase(step: int, ended: int | None) -> dict[str, Any]:
+    """What the manifest says of a stretch that begins now; bits depend on machine and threads."""
+    return {
+        "first_step": step,
+        "began": "started" if ended is None else "resumed",
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "rewound_from": ended if ended is not None and ended > step else None,
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+    }

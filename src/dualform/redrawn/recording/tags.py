@@ -1,0 +1,277 @@
+"""Naming the patterns: example ids, labels, tasks, anything, in whatever array they come.
+
+A tag is one value per example ([B]), one per example and position ([B, L]), or one for all. It is
+matched against the leading shape of each layer's input, so a wrong length is an error at the layer
+and step where it happens, not a shifted column found weeks later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.errors import RecordingError
+from dualform.redrawn.memory.files import NO_VALUE
+
+RESERVED = ("step", "position", "microbatch", "call", "rank")
+
+ARGUMENTS = ("layers", "strength", "unresolved")
+"""What masks take besides columns: a tag of that name could not be asked for."""
+
+KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": "string"}
+"""What a column is called, by numpy's letter for its type."""
+
+
+@dataclass(eq=False, slots=True)
+class Tag:
+    """The columns given by one call of `recorder.tag`, as stored: int64 or float64.
+
+    They may stay tensors until their values are asked for, seldom on the training thread.
+    """
+
+    given: dict[str, NDArray[Any] | Tensor]
+    update: int
+    """How many updates there had been when it was given: no tag outlives the next one."""
+    _columns: dict[str, NDArray[Any]] | None = None
+    _fits: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """By name, as arrays."""
+        if self._columns is None:
+            self._columns = {
+                name: values.numpy() if isinstance(values, Tensor) else values
+                for name, values in self.given.items()
+            }
+        return self._columns
+
+    def check(self, layer: str, shape: tuple[int, ...]) -> None:
+        """Raise unless every column can be laid over patterns of this leading shape."""
+        if shape in self._fits:
+            return
+        for name, values in self.columns.items():
+            if not _fits(values, shape):
+                raise RecordingError(
+                    f"the tag {name!r} has shape {list(values.shape)}, but layer {layer!r} saw an "
+                    f"input of leading shape {list(shape)} ({prod(shape)} patterns). Expected one "
+                    "value per example ([B]), one per example and position ([B, L]), or a single "
+                    "value for all. Call recorder.tag(...) with the batch that is about to be fed. "
+                    "A model that is fed sequence first ([L, B, d]) takes tags of shape [L, B]; "
+                    "where its layers see different L (an encoder and a decoder), no one tag fits "
+                    "all: feed it batch first, or give a single value for all"
+                )
+        self._fits.add(shape)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether every column can be laid over patterns of this leading shape."""
+        return all(_fits(values, shape) for values in self.columns.values())
+
+    def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        """One value per pattern for every column."""
+        laid = {name: _spread(values, shape) for name, values in self.columns.items()}
+        return {name: values for name, values in laid.items() if values is not None}
+
+    def positions(self, shape: tuple[int, ...]) -> int:
+        """How many patterns each example has in an input of this leading shape."""
+        rows = prod(shape)
+        if len(shape) == 1:  # [B·L] flattened by the model: a [B, L] tag knows better
+            for values in self.columns.values():
+                if values.ndim == 2 and values.size == rows:
+                    return int(values.shape[1])
+        return rows // shape[0] if shape and shape[0] else 1
+
+
+class Context(NamedTuple):
+    """What is true of an input when it is fed, and may no longer be when it is differentiated."""
+
+    tag: Tag | None
+    is_stale: bool
+    """Whether an optimizer has moved since the tag was given."""
+    call: int
+    """Rises from one forward call to the next, of any layer."""
+
+    def fitting(self, layer: str, shape: tuple[int, ...], must_fit: bool) -> Tag | None:
+        """Return the tag of patterns of this leading shape; raise if it is not theirs."""
+        if self.tag is None or not (must_fit or self.tag.fits(shape)):
+            return None
+        if self.is_stale:
+            refuse_untagged(layer, shape)
+        self.tag.check(layer, shape)
+        return self.tag
+
+
+def refuse_untagged(layer: str, shape: tuple[int, ...]) -> None:
+    """Raise `RecordingError`: a batch was fed without a tag, though earlier ones had one."""
+    raise RecordingError(
+        f"layer {layer!r} saw a batch of leading shape {list(shape)} that was not tagged, though "
+        "earlier batches were. Call recorder.tag(...) for every batch, before the "
+        "model is called"
+    )
+
+
+def _fits(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    """Whether `values` can be laid over patterns of a leading shape."""
+    if values.ndim == 1:
+        return (shape[:1] or (1,)) == values.shape
+    return values.ndim == 0 or _is_per_position(values, shape) or shape == values.shape[:1]
+
+
+def _is_per_position(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return shape[:2] == values.shape or shape == (values.size,)
+
+
+def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """`values` repeated over patterns of a leading shape, None if they do not fit."""
+    rows = prod(shape)
+    if not _fits(values, shape):
+        return None
+    if values.ndim == 0:
+        return np.full(rows, values[()])
+    if values.ndim == 1 or _is_per_position(values, shape):
+        return np.repeat(values.ravel(), rows // max(1, values.size))
+    # a value per position, a pooled layer
+    return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
+
+
+def lay_out(
+    uses: Sequence[tuple[Tag | None, tuple[int, ...]]], kinds: dict[str, str]
+) -> tuple[list[int], dict[str, NDArray[Any]]]:
+    """Lay tags over the rows of uses: where each begins in the columns (-1: no tag), the columns.
+
+    Uses with the same tag and leading shape share their rows.
+    """
+    begins: dict[tuple[int, tuple[int, ...]], int] = {}
+    found, laid, total = [], [], 0
+    for tag, shape in uses:
+        if tag is None:
+            found.append(-1)
+            continue
+        key = id(tag), shape
+        if key not in begins:
+            begins[key] = total
+            laid.append((tag.spread(shape), prod(shape)))
+            total += prod(shape)
+        found.append(begins[key])
+    columns = {}
+    for name in {name for spread, _ in laid for name in spread}:
+        is_float = kinds[name] == "float"
+        blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
+        columns[name] = np.concatenate(
+            [spread.get(name, np.full(n, blank, dtype)) for spread, n in laid]
+        )
+    return found, columns
+
+
+def positions(tag: Tag | None, shape: tuple[int, ...]) -> int:
+    """Count the patterns of each example in an input of this leading shape."""
+    if tag is not None:
+        return tag.positions(shape)
+    return prod(shape) // shape[0] if shape and shape[0] else 1
+
+
+class Tags:
+    """Turns what users pass to `recorder.tag` into stored columns; remembers kinds and strings."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}
+        self._codes: dict[str, dict[str, int]] = {}
+        self._written: dict[str, int] = {}
+
+    def restore(self, kinds: dict[str, str], strings: dict[str, list[str]]) -> None:
+        """A resumed run: the columns there are, and the strings already written."""
+        self.kinds = dict(kinds)
+        self._codes = {n: {s: code for code, s in enumerate(known)} for n, known in strings.items()}
+        self._written = {name: len(known) for name, known in strings.items()}
+
+    def forgotten(self) -> Tag | None:
+        """What is in force until the first tag after a resume; None if nothing was ever tagged."""
+        return Tag({}, -1) if self.kinds else None
+
+    def make(self, update: int, columns: dict[str, Any]) -> Tag:
+        """One call's columns, checked against each other and against earlier calls."""
+        if columns.keys() != self.kinds.keys():
+            self._check_names(columns)
+        stored: dict[str, NDArray[Any] | Tensor] = {}
+        length, differ = -1, False
+        for name, value in columns.items():
+            stored[name] = kept = self._store(name, value)
+            if shape := kept.shape:
+                differ = differ or length not in (-1, shape[0])
+                length = shape[0]
+        if differ:
+            sizes = {name: kept.shape[0] for name, kept in stored.items() if kept.shape}
+            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
+        return Tag(stored, update)
+
+    def _check_names(self, columns: dict[str, Any]) -> None:
+        """Raise if names are new and cannot be used, or if one that was given before is missing."""
+        for name in columns.keys() - self.kinds.keys():
+            if name in ARGUMENTS:
+                raise RecordingError(
+                    f"the tag {name!r} was given, but without(...) and only(...) have an argument "
+                    "of that name; choose another name"
+                )
+            if name in RESERVED:
+                raise RecordingError(
+                    f"the tag {name!r} was given, but dualform keeps that column itself "
+                    f"({', '.join(RESERVED)}); choose another name"
+                )
+        forgotten = [name for name in self.kinds if name not in columns]
+        if forgotten:
+            raise RecordingError(
+                f"the tag {forgotten[0]!r} was given at earlier steps but not now (given now: "
+                f"{', '.join(columns) or 'nothing'}); give every tag at every call, or its column "
+                "would silently lack these patterns"
+            )
+
+    def new_strings(self) -> dict[str, list[str]]:
+        """The strings met since the last call, per column, in the order of their codes."""
+        fresh = {
+            name: list(codes)[self._written.get(name, 0) :] for name, codes in self._codes.items()
+        }
+        self._written = {name: len(codes) for name, codes in self._codes.items()}
+        return {name: strings for name, strings in fresh.items() if strings}
+
+    def _store(self, name: str, value: Any) -> NDArray[Any] | Tensor:
+        if isinstance(value, torch.Tensor):
+            is_plain = value.dtype is torch.int64 and value.is_cpu and value.dim() <= 2
+            is_plain = is_plain and value.layout is torch.strided
+            if is_plain and self.kinds.get(name) == "int":  # the usual case
+                return value.clone()
+            array = (value if value.is_cpu else value.cpu()).numpy(force=value.requires_grad)
+        else:
+            array = np.asarray(value)
+        if array.ndim > 2:
+            raise RecordingError(
+                f"the tag {name!r} has shape {list(array.shape)}; expected [B], [B, L] or one value"
+            )
+        letter = array.dtype.kind
+        kind = KINDS.get(letter)
+        if kind is None or (kind == "string" and not all(isinstance(v, str) for v in array.flat)):
+            raise RecordingError(
+                f"the tag {name!r} holds {array.dtype} values; expected numbers, booleans or "
+                "strings"
+            )
+        if self.kinds.setdefault(name, kind) != kind:
+            raise RecordingError(
+                f"the tag {name!r} was of kind {self.kinds[name]} at earlier steps and is of kind "
+                f"{kind} now; keep one kind per column"
+            )
+        if kind == "string":
+            codes = self._codes.setdefault(name, {})
+            flat = [codes.setdefault(str(v), len(codes)) for v in array.flat]
+            return np.array(flat, np.int64).reshape(array.shape)
+        if letter == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise RecordingError(
+                f"the tag {name!r} holds {int(array.max())}, more than a 64-bit signed integer "
+                "takes; give such ids as strings"
+            )
+        return array.astype(np.float64 if kind == "float" else np.int64)
