@@ -4,6 +4,8 @@
 reader has to find. `read_all` asks a memory for everything there is, as one flat dict.
 """
 
+# ruff: noqa: B023 (a question is asked before the next one is made)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -178,7 +178,7 @@ def test_two_segments_cannot_change_places(tmp_path: Path) -> None:
         list(read_all(Memory.open(tmp_path / "run")))
 
 
-# -- a forger who knows the format: every seal and checksum is right --------------------------------
+# -- a forger who knows the format: every seal and checksum is right -------------------------------
 
 
 def forge(run: Path, change: Callable[[dict[str, Any]], None], name: str = LINES) -> None:
@@ -200,10 +200,12 @@ def forge(run: Path, change: Callable[[dict[str, Any]], None], name: str = LINES
 
 
 HOSTILE = [
-    None, True, -1, 0, 1, 3, 1 << 61, 1 << 63, 1 << 80, 10**4000, 0.5, float("nan"), "", "x", "../x",
-    "000000.safetensors", [], [[]], [1], [[1, 2]], [[-1, 2]], [[1 << 70, 1]], [None], {}, {"x": 1},
+    None, True, -1, 0, 1, 3, 1 << 61, 1 << 63, 1 << 80, 10**4000, 0.5, float("nan"), "", "x",
+    "../x", "000000.safetensors", [], [[]], [1], [[1, 2]], [[-1, 2]], [[1 << 70, 1]], [None], {},
+    {"x": 1}, {"fc1": 2.0}, [[[[0, 1, 1]], [[0, 1 << 30, 1]]]],
     {"fc1": -1}, {"fc1": 1 << 60}, {"fc1": "x"}, [[[[0, 1 << 60, 1]], [[0, 1 << 60, 1]]]],
-    [[[[0, 2, 0]], [[0, 1, 1]]]], [{}], [{"keep": "patterns"}], [["a", "b"]], "float32", "complex64",
+    [[[[0, 2, 0]], [[0, 1, 1]]]], [{}], [{"keep": "patterns"}], [["a", "b"]], "float32",
+    "complex64",
     [{"name": "w", "shape": [1 << 60, 1 << 60], "dtype": "float32", "keep": "values"}],
     [{"step": 1, "what": "rewind", "why": "", "parameters": ["fc1.weight"], "to": 9}],
     [[9, "fc1.weight", "x", 1]], [[1, "fc1.weight", "x", {"float": "1e999"}]],
@@ -239,9 +241,11 @@ def test_hostile_fields_are_refused_or_harmless(tmp_path: Path, name: str) -> No
     for _ in range(700):
         place = places[rng.integers(len(places))]
         value = HOSTILE[rng.integers(len(HOSTILE))]
-        done = []
+        done: list[int] = []
 
-        def change(entry: dict[str, Any], place: Any = place, value: Any = value) -> None:
+        def change(
+            entry: dict[str, Any], place: Any = place, value: Any = value, done: list[int] = done
+        ) -> None:
             if not done:  # the first line alone
                 put(entry, place, value)
                 done.append(1)

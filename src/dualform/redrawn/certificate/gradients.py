@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dualform.redrawn import layers
+from dualform.redrawn.certificate.bounds import ROUNDING
 from dualform.redrawn.layers import Kind
 from dualform.redrawn.memory import LayerMemory, Memory, ParameterLog
 
@@ -55,14 +56,27 @@ class RowBlocks:
 
 
 class Jitter:
-    """How rows are moved, between -1 and 1: each at random, or all of a part alike."""
+    """How rows are moved: `times` what storing and computing round away, in a direction of chance.
 
-    def __init__(self, seed: int, *, is_alike: bool) -> None:
+    Two of one seed and opposite `times` move rows in opposite directions: a gradient so small that
+    rounding decides on its sign has the other sign in one of the two.
+    """
+
+    def __init__(self, seed: int, times: float, *, is_alike: bool = False) -> None:
+        self.times = times
         self._chance = torch.Generator().manual_seed(seed)
         self._alike: dict[tuple[str, str], Tensor] | None = {} if is_alike else None
 
-    def of(self, layer: str, part: str, rows: Tensor) -> Tensor:
-        """Draw for some rows."""
+    def of(self, layer: LayerMemory, part: str, rows: Tensor) -> Tensor:
+        """Move some rows of a layer."""
+        if not rows.is_floating_point():
+            return rows
+        size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
+        if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
+            size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
+        return rows + self.times * size * self._draw(layer.name, part, rows)
+
+    def _draw(self, layer: str, part: str, rows: Tensor) -> Tensor:
         if self._alike is None:
             return 2 * torch.rand(rows.shape, generator=self._chance, dtype=rows.dtype) - 1
         if (layer, part) not in self._alike:
@@ -144,9 +158,10 @@ class ExplainedGradients:
         """What one use brought, as large as the parameter."""
         layer, kind, uses = blocks.layer, blocks.kind, blocks.layer.uses
         role = "weight" if self.known.name == layer.weight else "bias"
-        rows = [
-            self._shaken(layer, r, p) for r, p in zip(blocks.of(use), blocks.parts, strict=True)
-        ]
+        rows = blocks.of(use)
+        if self._jitter is not None:
+            shaken = zip(blocks.parts, rows, strict=True)
+            rows = [self._jitter.of(layer, part, own) for part, own in shaken]
         if layer.keep == "examples":
             shape = kind.shape_of(layer.layer, role)
             own = rows[blocks.parts.index(role)].to(self.dtype).sum(0).view(shape)
@@ -161,15 +176,6 @@ class ExplainedGradients:
         full = torch.zeros(self.known.shape, dtype=own.dtype)
         full[place] = own
         return full
-
-    def _shaken(self, layer: LayerMemory, rows: Tensor, part: str) -> Tensor:
-        """Move rows by what storing them in 16 bits may have rounded away."""
-        if self._jitter is None or not layer.stored_eps or not rows.is_floating_point():
-            return rows
-        size = layer.stored_eps / 2 * rows.abs()
-        if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
-            size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
-        return rows + size * self._jitter.of(layer.name, part, rows)
 
 
 def times(gradient: Tensor, kappa: float) -> Tensor:

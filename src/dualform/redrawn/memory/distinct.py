@@ -71,13 +71,15 @@ class DistinctKeys:
 
     def take(self, numbers: NDArray[np.int64]) -> Tensor:
         """The keys of these numbers, [n, d_in], in the dtype of training."""
-        taken = torch.empty(len(numbers), self._width, dtype=self._dtype)
+        taken = torch.empty(0, self._width, dtype=self._dtype)
         part_of = np.searchsorted(self._starts, numbers, side="right") - 1
         for part in np.unique(part_of).tolist():
             here = np.flatnonzero(part_of == part)
             local = numbers[here] - self._starts[part]
             low = int(local.min())
             stored = self._read(self._segments[part], slice(low, int(local.max()) + 1))
+            if not len(taken):  # the first rows that are read prove the width
+                taken = torch.empty(len(numbers), self._width, dtype=self._dtype)
             rows = stored[torch.from_numpy(local - low)]
             taken[torch.from_numpy(here)] = rows.to(self._dtype)
         return taken

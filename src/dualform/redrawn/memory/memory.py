@@ -165,15 +165,12 @@ class Memory:
     def log(self, parameter: str) -> ParameterLog:
         """What the optimizer did with a parameter at every step."""
         index = self._parameter(parameter).index
-        found = {field: self._log_column(field, index) for field in LOG}
+        found: dict[str, Any] = {}
+        for field, dtype in LOG.items():
+            parts = [s.log(field, *self.opened.sizes)[:, index] for s in self.opened.segments]
+            column = np.concatenate([torch.zeros(0, dtype=dtype).numpy(), *parts])
+            found[field] = column.astype(bool) if dtype == torch.uint8 else column
         return ParameterLog(**found)
-
-    def _log_column(self, field: str, index: int) -> Any:
-        blank = torch.zeros(0, dtype=LOG[field]).numpy()
-        sizes = self.opened.sizes
-        parts = [s.log(field, *sizes)[:, index] for s in self.opened.segments]
-        found = np.concatenate([blank, *parts])
-        return found.astype(bool) if found.dtype == np.uint8 else found
 
     def marks(self, step: int) -> Marks:
         """What marked weights and optimizer states after `step` updates, at least one."""

@@ -42,6 +42,10 @@ class OpenedMemory:
                 f"{path / MANIFEST} was closed after {manifest.get('steps')!r:.50} steps, but "
                 f"{self.steps} are committed: it belongs to another memory. Restore it from a copy"
             )
+        most = max(1 << 20, sum(segment.bytes for segment in self.segments))
+        for layer, _ in self.description.layers.values():
+            if max(layer.in_features, layer.out_features) > most:
+                raise _undescribed(path / LINES, ValueError(f"{layer.name!r} is larger than it"))
         for segment in self.segments:  # opening a file says what is wrong with its length
             if size_of(segment.path) != segment.bytes:
                 segment.file  # noqa: B018

@@ -87,8 +87,8 @@ class MemoryWriter:
         places = {p["name"]: i for i, p in enumerate(description["parameters"])}
         if self._places not in ({}, places):
             raise RecordingError(
-                f"{self.path} holds the log of other parameters than the model has now. Resume with "
-                "the model it was recorded from, or record into a new path"
+                f"{self.path} holds the log of other parameters than the model has now. Resume "
+                "with the model it was recorded from, or record into a new path"
             )
         self._places = places
         described = {**description, "format": files.FORMAT, "schema": files.SCHEMA}

@@ -41,6 +41,11 @@ Kept = tuple[str, str, int, Any]
 """What ("weights", "state.exp_avg", "buffer", …), whose, after how many updates, the value."""
 
 
+def is_kept(value: Any) -> bool:
+    """Whether what an optimizer remembers can be kept: a tensor, or a plain number."""
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
 @dataclass(frozen=True)
 class Before:
     """The last fingerprint, from which the next one is reached."""
@@ -112,20 +117,23 @@ class States:
     def changed(self) -> Flags:
         """Which weights differ from when marks were last taken.
 
-        By more than adding something and taking it away again leaves: loops that do so between two
-        updates (an attack on the weights, say) have changed nothing.
+        By more than adding something and taking it away again leaves: of loops that do so between
+        two updates (an attack on the weights, say) `shaken` says whose last bits are others.
         """
         now = self._weights.sampled()
+        self.shaken = np.zeros(len(self._watch), bool)
         if now.shape != self._last.shape:
             return np.ones(len(self._watch), bool)
         if now.tobytes() == self._last.tobytes():
-            return np.zeros(len(self._watch), bool)
+            return self.shaken
         if now.dtype.kind != "f":  # words of other types: any difference counts
             off = (now != self._last).astype(np.float64)
             return self._weights.spread(off) > 0
         off = self._weights.spread(np.abs(now - self._last))
         size = self._weights.spread(np.maximum(np.abs(now), np.abs(self._last)))
-        return ~(off <= 16 * self._watch.u * size)
+        found: Flags = ~(off <= 16 * self._watch.u * size)
+        self.shaken = (off != 0) & ~found
+        return found
 
     def exchanged(self) -> Flags:
         """Of which parameters an optimizer was given another memory since marks were last taken.
@@ -192,7 +200,8 @@ class Keeper:
         for w in watched:
             size += self._put("weights", w.name, step, w.tensor)
             for name, value in self.states.state(w).items() if states else ():
-                size += self._put(f"state.{name}", w.name, step, value)
+                if is_kept(value):
+                    size += self._put(f"state.{name}", w.name, step, value)
         return size
 
     def begin(self, step: int) -> None:

@@ -217,6 +217,8 @@ class Recorder:
                 context=self._context,
                 by_examples=lambda layer: sites[layer].keep == "examples",
             )
+            declined = {layer.weight for layer in found if layer not in sites}
+            capture.are_values |= declined - {layer.weight for layer in sites}
             recurring = Recurring(None if resumed is None else resumed.stored_keys)
             contents = Contents(watch, sites, self._tags.kinds, options.stored, recurring)
             sink = Sink(writer, sites, contents, options.segment_bytes, step)

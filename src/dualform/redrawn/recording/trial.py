@@ -19,6 +19,7 @@ from dualform.redrawn.learning_rules import Setting
 from dualform.redrawn.learning_rules.replaying import OneParameter, converted
 from dualform.redrawn.learning_rules.settings import path_of
 from dualform.redrawn.recording.findings import Findings
+from dualform.redrawn.recording.kept import is_kept
 from dualform.redrawn.recording.watched import Watch, Watched
 
 TRIALS = 2
@@ -88,6 +89,8 @@ class Trial:
             )
             copy.step(before.setting, before.gradient, fresh=not before.state)
         except Exception:  # whatever a class from elsewhere raises when it is alone
+            return False
+        if not all(map(is_kept, copy.state.values())):  # lists of tensors, say: not kept
             return False
         moved = (actual - before.weights).abs()
         u = ROUNDING[actual.dtype]

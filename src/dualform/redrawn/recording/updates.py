@@ -207,6 +207,11 @@ class Updates:
             for edited, step in ((changed & ~after, self.step), (changed & after, self.step + 1)):
                 if edited.any():
                     self._write_down_edit(edited, step)
+        if (states.shaken & ~self._shaken).any():
+            names = [self.watch.parameters[i].name for i in np.flatnonzero(states.shaken)]
+            why = "something was added between updates and taken away again"
+            self.findings.event(self.step, "shaken", why, names)
+            self._shaken |= states.shaken
 
     def _write_down_edit(self, changed: Flags, step: int) -> None:
         """Something was changed: put back to a recorded step, or a remainder begins here."""
@@ -343,6 +348,7 @@ class Updates:
         self._settle(moving)
         watch.carried[[w.index for w in moving]] = True
         self._trial.end()
+        self.line.explained &= watch.resolved
         if self.passes.is_summing:
             moved = np.zeros(len(watch), bool)
             moved[[w.index for w in moving]] = True
