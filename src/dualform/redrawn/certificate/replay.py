@@ -137,7 +137,7 @@ class Record:
         if self.known.keep in ("values", "keys"):
             return self.known.why or f"kept as {self.known.keep}", True
         if memory.every > 1 and step % memory.every:
-            return f"patterns of every {memory.every}th step alone were kept", True
+            return f"patterns of one of every {memory.every} steps were kept", True
         for event in reversed(before):
             if event.what == "unexplained":
                 return f"{event.why} (step {event.step})", True

@@ -178,7 +178,8 @@ class Updates:
         if is_summing:
             watch.projections.fetch(watch.seen)
         self._explain(optimizer, indices)
-        by_examples = [w for w in moving if w.by_examples]
+        explained = self.line.explained
+        by_examples = [w for w in moving if w.by_examples and explained[w.index]]
         self.keeper.keep_gradients(self.step, by_examples, unscaled(optimizer))
         self._know(optimizer)
         self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])

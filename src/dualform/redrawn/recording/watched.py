@@ -65,9 +65,11 @@ class Site:
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
         """The parts of its rows: how wide they are, and of which type."""
         layer, dtype = self.layer, self.weight.tensor.dtype
+        width = self.kind.key_width(layer)
+        keys = {"keys": (width, self.kind.key_dtype or dtype)} if width else {}
         if self.keep == "examples":
-            return {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters}
-        keys = {"keys": (self.kind.key_width(layer), self.kind.key_dtype or dtype)}
+            own = {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters}
+            return own | keys
         if self.keep == "keys":
             return keys
         return keys | {"error_signals": (layer.out_features, dtype)}
