@@ -108,8 +108,8 @@ def test_the_import_contract_names_every_room_once_and_in_order() -> None:
     rooms = [room.strip("()") for floor in floors for room in floor]
     assert len(rooms) == len(set(rooms))
     level = {room.strip("()"): i for i, floor in enumerate(floors) for room in floor}
-    assert level["cli"] < level["attention"] == level["recording"] < level["memory"]
-    assert level["memory"] < level["dual"] == level["errors"] == level["learning_rules"]
+    assert level["cli"] < level["attention"] == level["recording"] < level["certificate"]
+    assert level["certificate"] < level["memory"] < level["layers"] == level["learning_rules"]
     assert any("|" in floor and "attention" in floor for floor in contract["layers"])
 
 

@@ -1,57 +1,87 @@
-"""Choosing layers by name: `layers="fc1"`, `layers=["encoder.*", "head"]`.
+"""keep=: how finely the memory of each layer can say who wrote it, chosen by name.
 
-Patterns are those of file names (`*`, `?`, `[…]`), matched against whole names; upper and lower
-case differ. A pattern that matches nothing is a typing error that would otherwise cost a training
-run, so it is refused, and the names there are listed.
+One word for all, or a word for each name pattern (`*`, `?`, `[…]`, matched against whole names;
+upper and lower case differ), of which the first that fits a layer's name counts. A pattern that
+matches nothing is a typing error that would otherwise cost a training run, so it is refused, and
+the names there are listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from dualform.errors import RecordingError
+from dualform.layers import kinds
+from dualform.layers.layer import Layer
 
-NamePatterns = str | Sequence[str] | None
-"""One pattern, several of them, or None for everything."""
+WORDS = ("patterns", "keys", "examples", "values", "auto")
+"""What may be kept: rows with error signals, rows alone, sums by example, snapshots; or what suits
+the kind of layer best."""
 
-
-def is_chosen(name: str, patterns: NamePatterns) -> bool:
-    """Whether a name matches."""
-    if patterns is None:
-        return True
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    return any(fnmatchcase(name, pattern) for pattern in listed)
+WILD = set("*?[")
 
 
-def chosen_names(
-    names: Iterable[str],
-    patterns: NamePatterns,
-    option: str,
-    others: Iterable[str] = (),
-    *,
-    none: bool = False,
-) -> list[str]:
-    """The names that match, in their own order; `option` is what the user called the patterns.
+class Keep:
+    """What the user's keep= means for each layer."""
 
-    `others` are names that may come up later: a pattern may mean them alone. `none`: whether an
-    empty list is a choice.
-    """
-    known = list(names)
-    if patterns is None:
-        return known
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    possible = [*known, *others]
-    names_given = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
-    if not names_given or not (listed or none):
-        raise RecordingError(
-            f"{option}={patterns!r} was given; expected a layer's name, a pattern such as 'fc*', "
-            f"or a list of them{' ([] for none)' if none else ''}"
-        )
-    for pattern in listed:
-        if not any(fnmatchcase(name, pattern) for name in possible):
+    def __init__(self, keep: str | Mapping[str, str]) -> None:
+        if not isinstance(keep, (str, Mapping)):
             raise RecordingError(
-                f"{option}={pattern!r} matches no layer; this model's layers are "
-                f"{', '.join(possible) or 'none that can be recorded'}"
+                f"keep={keep!r} was given; expected one of {_listed(WORDS)} for all layers, or a "
+                'mapping such as {"head": "patterns", "*": "values"}'
             )
-    return [name for name in known if is_chosen(name, listed)]
+        self._patterns = {"*": keep} if isinstance(keep, str) else dict(keep)
+        for pattern, word in self._patterns.items():
+            if word == "smallest":
+                raise RecordingError(
+                    'keep="smallest" was given, which comes later, with convolutions; expected one '
+                    f'of {_listed(WORDS)}. "auto" is the default'
+                )
+            if word not in WORDS or not isinstance(pattern, str):
+                raise RecordingError(
+                    f"keep={{{pattern!r}: {word!r}}} was given; expected a layer's name or a "
+                    f"pattern of names, and one of the words {_listed(WORDS)}"
+                )
+
+    def check(self, layers: Iterable[Layer], others: Iterable[str] = ()) -> None:
+        """Raise `RecordingError` if a pattern matches nothing, or a word cannot be a layer's.
+
+        `others` are names that are no layers (now): parameters, or layers that may come up later.
+        """
+        known, others = list(layers), list(others)
+        names = [layer.name for layer in known]
+        for pattern in self._patterns:
+            if not any(fnmatchcase(name, pattern) for name in [*names, *others, ""]):
+                raise RecordingError(
+                    f"keep={{{pattern!r}: ...}} matches no layer; this model's layers are "
+                    f"{', '.join(names) or 'none that can be recorded'}"
+                    + (f"; beside them there are {', '.join(others[:20])}" if others else "")
+                )
+        for layer in known:
+            self.word(layer)
+
+    def word(self, layer: Layer) -> str:
+        """What is kept of a layer: "patterns", "keys", "examples" or "values".
+
+        A word that its kind cannot do is an error if the layer was named; a pattern with wildcards
+        means what suits it best instead, where keys alone are asked for its values.
+        """
+        kind = kinds.of(layer.kind)
+        fitting = (pattern for pattern in self._patterns if fnmatchcase(layer.name, pattern))
+        pattern = next(fitting, "*")
+        word = self._patterns.get(pattern, "auto")
+        if word == "auto":
+            return kind.keep(layer)
+        if word in kind.words:
+            return word
+        if not WILD & set(pattern):
+            raise RecordingError(
+                f"keep={{{pattern!r}: {word!r}}} was given, but {layer.name!r} is of kind "
+                f"{kind.name!r}; expected one of {_listed((*kind.words, 'auto'))}"
+            )
+        return "values" if word == "keys" else kind.keep(layer)
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words)

@@ -1,74 +1,212 @@
-"""The kinds of layers, and the arithmetic in which they differ.
+"""The kinds of layers: the one interface by which everything outside asks what a layer means.
 
-A pattern has a key x and an error signal δ, and what it wrote into its parameter is an outer
-product of the two. Which way round, and whether the key is written out, depends on the layer:
+A pattern has a key x and an error signal δ, and what it wrote into the weight is an outer product.
+Which way round, whether the key is written out, and what a module's input has to do with keys at
+all, is the kind's own business: one file per kind, known by name in a registry. Nothing outside
+this room compares a kind's name.
 
-| kind | output | parameter | a pattern wrote |
+| kind | output | weight | a pattern wrote |
 |---|---|---|---|
 | `linear` | W x | [d_out, d_in] | δ xᵀ |
 | `transposed` | x W | [d_in, d_out] | x δᵀ |
-| `embedding` | W[token] | [tokens, d_out] | δ into the token's row: x δᵀ with a one-hot x |
+| `embedding` | W[token] | [tokens, d_out] | δ into the token's row |
+| norms | W ⊙ x̂ + b | [d] | by example: Σ δ ⊙ x̂ over its rows |
 
-The key of an embedding is a single 1 among as many zeros as there are tokens, so it is kept as the
-token's number, [n, 1]: attention, key · query, is then 1 where the tokens are the same, else 0.
-Everything else in dualform speaks of keys, and asks here what they mean.
+Why it is hard: `gradient` has to give the very bits of torch's backward pass, so it must be torch's
+own operation on the same numbers in the same order, which no formula tells.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import prod
+from typing import ClassVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-KINDS = ("linear", "transposed", "embedding")
+from dualform.errors import MemoryFileError, QueryError
+from dualform.layers.layer import Fact, Layer
 
-
-def as_patterns(kind: str, tensor: Tensor) -> Tensor:
-    """What a layer is given, as keys or queries: [..., d] -> [n, d], tokens [...] -> [n, 1]."""
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of layer: {kind!r}")
-    return flattened(tensor.unsqueeze(-1) if kind == "embedding" else tensor)
-
-
-def flattened(tensor: Tensor) -> Tensor:
-    """Error signals or outputs, one per pattern: [..., d] -> [n, d]."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+NameOf = Callable[[Tensor], str]
+"""What a parameter is called in its model."""
+Shape = tuple[int, ...]
+Rows = tuple[Tensor, Tensor, Shape]
+"""Keys, error signals and leading shape of one use."""
 
 
-def leading_shape(kind: str, tensor: Tensor) -> tuple[int, ...]:
-    """How the patterns of one call lie: [B], [B, L], ...: what tags are matched against."""
-    if kind == "embedding":
-        return tuple(tensor.shape)
-    return (tensor.size(0),) if tensor.dim() == 2 else tuple(tensor.shape[:-1])
+class Kind(ABC):
+    """What a kind of layer does with its input, its patterns and its weight.
+
+    `keys` and `signals` are rows, [n, key width] and error signals [n, d_out]; `v` is a direction
+    of the weight's rows, seen as a matrix: [shape[1] · shape[2] · …].
+    """
+
+    name: ClassVar[str]
+    words: ClassVar[tuple[str, ...]] = ("patterns", "keys", "examples", "values")
+    """What `keep` may say of such a layer."""
+    key_dtype: ClassVar[torch.dtype | None] = None
+    """int64 where keys are tokens; None: that of the product (bfloat16 under autocast)."""
+    tags_must_fit: ClassVar[bool] = True
+    """Whether a tag that fits no use of the layer is an error."""
+    hooks_below_views: ClassVar[bool] = False
+    """Whether a module's output may be a view of its product, as of an `nn.Linear` with positions:
+    the product's node is hooked then, for an activation in place cuts the view's own off."""
+
+    # -- a module, and what it is given ---------------------------------------------------------
+
+    @abstractmethod
+    def recognises(self, module: nn.Module) -> bool:
+        """Whether a module is a layer of this kind, and does nothing else with its input."""
+
+    def layer(self, module: nn.Module, name: str, name_of: NameOf) -> Layer:
+        """Describe a module that is recognised."""
+        return described(module, self.name, name, name_of)
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Say why a call of the module has no patterns, as it is set now; None: it has."""
+        return None
+
+    def keep(self, layer: Layer) -> str:
+        """What keep="auto" means for a layer."""
+        return "patterns"
+
+    def key_width(self, layer: Layer) -> int:
+        """How many numbers a key is kept as."""
+        return layer.in_features
+
+    def shape_of(self, layer: Layer, role: str) -> Shape:
+        """The shape of (the layer's rows of) its parameter: role "weight" or "bias"."""
+        return layer.shape if role == "weight" else (layer.out_features,)
+
+    def keys(self, given: Tensor) -> Tensor:
+        """What the layer was given, as keys or queries: [..., d] -> [n, d]."""
+        return given if given.dim() == 2 else given.reshape(-1, given.shape[-1])
+
+    def error_signals(self, signal: Tensor) -> Tensor:
+        """An error signal (or an output) by patterns: [..., d_out] -> [n, d_out]."""
+        return signal if signal.dim() == 2 else signal.reshape(-1, signal.shape[-1])
+
+    def leading(self, given: Tensor) -> Shape:
+        """How the patterns of one call lie: [B], [B, L], ...: what tags are laid over."""
+        return tuple(given.shape[:-1])
+
+    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> Rows:
+        """Keys, error signals and leading shape of one use: views wherever that is possible."""
+        return self.keys(given), self.error_signals(signal), self.leading(given)
+
+    def has_tags(self, keys: Tensor, shape: Shape) -> bool:
+        """Whether patterns of one use belong to the examples of the batch, and get their tags."""
+        return True
+
+    def layout(self, given: Tensor, signal: Tensor) -> int:
+        """How what is not row by row lies in memory, as far as `gradient` needs it; 0: no matter.
+        Only asked where one of the two is not contiguous."""
+        return 0
+
+    # -- patterns and the weight ----------------------------------------------------------------
+
+    def attention(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """α = x · q of every query with every key: [nq, ·], [b, ·] -> [nq, b]."""
+        raise self._has_no_keys()
+
+    def write(self, matrix: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Add what patterns write to (their rows of) a weight, in place; returns it."""
+        raise self._has_no_keys()
+
+    def multiply(self, matrix: Tensor, queries: Tensor) -> Tensor:
+        """The layer's output for a weight, without its bias: [n, d_out]."""
+        raise self._has_no_keys()
+
+    @abstractmethod
+    def gradient(
+        self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
+    ) -> Tensor:
+        """The gradient of one use as torch computes it, to the bit, in the dtype of the rows.
+
+        `shape` is the use's leading shape, `layout` what the capture said of its memory. Uses of
+        one weight in one pass: torch adds them one to the other in the order in which the pass goes
+        through them (the last used first), in the dtype of the product where they share a cast
+        (one autocast region), and adds the sum, once, to what `.grad` holds.
+        """
+
+    def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
+        """The rows of the weight's gradient times a direction: [height]."""
+        raise self._has_no_keys()
+
+    def gross(self, keys: Tensor, signals: Tensor) -> float:
+        """How large the terms of `along` are, all rows together: ‖δ‖ ‖x‖ / √width."""
+        raise self._has_no_keys()
+
+    def sizes(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
+        """Row by row, the square root of the sum of squares of the terms of `along`: [height]."""
+        raise self._has_no_keys()
+
+    def examples(
+        self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
+    ) -> dict[str, Tensor]:
+        """What each example wrote, by role: [B, *shape]; "keys", if there are any: [B, width].
+
+        The input as given and its error signal; `axis` is the dimension that counts examples.
+        """
+        raise self._has_no_keys("rows by example")
+
+    def _has_no_keys(self, what: str = "keys") -> QueryError:
+        return QueryError(
+            f"a layer of kind {self.name!r} was asked for what only {what} can give; it keeps one "
+            f"of {', '.join(self.words)}. Leave it out"
+        )
 
 
-def key_width(kind: str, in_features: int) -> int:
-    """How many numbers a key is kept as."""
-    return 1 if kind == "embedding" else in_features
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module computes what its class of torch computes, with a weight that is trained.
+
+    Not: a forward of its own, a parametrized weight, one without a shape yet, a compiled call.
+    """
+    weight, own = module._parameters.get("weight"), vars(module)
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and isinstance(weight, nn.Parameter)
+        and not isinstance(weight, nn.parameter.UninitializedParameter)
+        and not own.keys() & {"forward", "bias"}  # replaced on this very module, by pruning
+        and own.get("_compiled_call_impl") is None
+    )
 
 
-def parameter_shape(kind: str, in_features: int, out_features: int) -> tuple[int, int]:
-    """The shape of the weight, or of the rows of it that the layer is."""
-    return (out_features, in_features) if kind == "linear" else (in_features, out_features)
+def described(module: nn.Module, kind: str, name: str, name_of: NameOf, **details: Fact) -> Layer:
+    """The layer of a module with a weight [d_out, ...] and at most a bias, as most are."""
+    weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
+    assert weight is not None
+    names = name_of(weight), None if bias is None else name_of(bias)
+    shape = tuple(weight.shape)
+    facts = tuple(details.items())
+    return Layer(name, kind, *names, prod(shape[1:]), shape[0], shape, details=facts)
 
 
-def attention_weights(kind: str, queries: Tensor, keys: Tensor) -> Tensor:
-    """α = x · q of every query with every key: [n, ·], [b, ·] -> [n, b]."""
-    if kind == "embedding":
-        return (queries == keys.T).to(torch.float64)
-    return queries @ keys.T
+_kinds: dict[str, Kind] = {}
 
 
-def write(kind: str, matrix: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Add what patterns write to (their rows of) a parameter, in place; returns it."""
-    if kind == "embedding":
-        return matrix.index_add_(0, keys[:, 0].long(), values)
-    return matrix.add_(values.T @ keys if kind == "linear" else keys.T @ values)
+def register(kind: Kind) -> Kind:
+    """Make a kind known by its name; of two with one name the later holds."""
+    _kinds[kind.name] = kind
+    return kind
 
 
-def multiply(kind: str, matrix: Tensor, queries: Tensor) -> Tensor:
-    """The layer's output, without its bias, for (its rows of) a parameter: [n, d_out]."""
-    if kind == "embedding":
-        return matrix[queries[:, 0].long()]
-    return queries @ (matrix.T if kind == "linear" else matrix)
+def of(name: str) -> Kind:
+    """The kind of that name."""
+    if name not in _kinds:
+        raise MemoryFileError(
+            f"a layer of kind {name!r} was found; known are {', '.join(_kinds)}. Register the kind "
+            "it was recorded with first: dualform.layers.register(kind)"
+        )
+    return _kinds[name]
+
+
+def recognised(module: nn.Module) -> Kind | None:
+    """The kind of layer a module is; None if it is none, or does something else besides."""
+    for kind in reversed(_kinds.values()):  # one that was added may be finer than ours
+        if module._parameters and kind.recognises(module):
+            return kind
+    return None

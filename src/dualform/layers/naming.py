@@ -11,12 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import count
 
 from torch import nn
 
-from dualform.layers.finding import Layer
+from dualform.layers.embedding import look_up
+from dualform.layers.layer import Layer
+from dualform.layers.linear import POSITIONS_FIRST
 from dualform.layers.parts import Part
-from dualform.layers.uses import Use
+from dualform.layers.uses import Product
 
 PACKED = {
     (0, 3): "in_proj",
@@ -27,72 +30,45 @@ PACKED = {
 }
 """What the thirds of an attention's packed projection are called."""
 
-Identity = tuple[str, str, int, int, str | None, int]
-"""Kind, weight, its rows from and to, bias, where its entries begin."""
+NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
+"""Modules whose matrices are not multiplied with an input that could be read from the graph."""
 
 
-def identity_of(layer: Layer) -> Identity:
-    """What makes a layer the one it is, besides its name."""
-    end = layer.offset + layer.height
-    return layer.kind, layer.weight, layer.offset, end, layer.bias, layer.bias_offset
-
-
-def identity_of_use(use: Use) -> Identity:
-    """The same of the layer that a use makes."""
-    weight, bias = use.weight, use.bias
+def layer_of(
+    use: Product, model: nn.Module, shape: tuple[int, ...], *, positions_first: bool
+) -> Layer:
+    """The layer a use makes, given its parameter's shape."""
+    part, bias = use.weight, use.bias
+    name, own = _name(model, part, shape), (part.rows, shape[1])
+    if use.kind == "embedding":
+        return look_up(f"{name}[tokens]", part.parameter, own, use.padding, part.start)
     named, start = (None, 0) if bias is None else (bias.parameter, bias.start)
-    return use.kind, weight.parameter, weight.start, weight.stop, named, start
+    widths = own[::-1] if use.kind == "linear" else own
+    details = ((POSITIONS_FIRST, True),) if positions_first else ()
+    return Layer(name, use.kind, part.parameter, named, *widths, own, part.start, start, details)
 
 
-def layer_of(use: Use, model: nn.Module, shape: tuple[int, ...], taken: Collection[str]) -> Layer:
-    """The layer a use makes, given its parameter's shape and the names that others have."""
-    kind, weight, start, stop, bias, bias_offset = identity_of_use(use)
-    name = _name(model, use.weight, shape) + ("[tokens]" if kind == "embedding" else "")
-    if name in taken:
-        name += f" + {bias}[{bias_offset}]" if bias else ".weight"
-    widths = (shape[1], stop - start) if kind == "linear" else (stop - start, shape[1])
-    return Layer(name, kind, weight, bias, *widths, start, bias_offset)
+def free_name(layer: Layer, taken: Collection[str]) -> str:
+    """The layer's name, or a longer one if another layer has it."""
+    longer = f" + {layer.bias}[{layer.bias_offset}]" if layer.bias else ".weight"
+    names = (f"{layer.name}{longer * (n > 0)}{f' ({n})' * (n > 1)}" for n in count())
+    return next(name for name in names if name not in taken)
 
 
 def possible_names(model: nn.Module) -> list[str]:
     """What layers without a module may come to be called, as far as it can be foreseen."""
-    found, attended = [], set()
+    found, other = [], set()
     for place, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             prefix = f"{place}." if place else ""
             packed = module.in_proj_weight is not None
             own = PACKED.values() if packed else ("q_proj", "k_proj", "v_proj")
             found += [prefix + name for name in own]
-            attended |= {id(p) for p in module.parameters()}
-    known = (nn.Linear, nn.Embedding, nn.RNNBase, nn.Bilinear, nn.EmbeddingBag)
-    for module in model.modules():
-        if isinstance(module, known):
-            attended |= {id(p) for p in module.parameters(recurse=False)}
-    bare = {n: p for n, p in model.named_parameters() if id(p) not in attended}
-    lazy = nn.parameter.UninitializedParameter  # has no shape yet, and will be refused
+        if isinstance(module, (*NOT_READ, nn.Linear, nn.MultiheadAttention)):
+            other |= {id(p) for p in module.parameters()}
+    lazy = nn.parameter.UninitializedParameter  # has no shape yet
+    bare = {n: p for n, p in model.named_parameters() if id(p) not in other}
     return [*found, *(n for n, p in bare.items() if not isinstance(p, lazy) and p.dim() == 2)]
-
-
-def usual_projections(model: nn.Module) -> list[Layer]:
-    """The projections of the model's attentions, if each is given one input."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
-    for place, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention):
-            continue
-        prefix, bias = f"{place}." if place else "", module.in_proj_bias
-        named = None if bias is None else names[id(bias)]
-        own = {"in_proj": module.in_proj_weight}
-        if module.in_proj_weight is None:
-            own = {f"{part}_proj": getattr(module, f"{part}_proj_weight") for part in "qkv"}
-        for number, (name, weight) in enumerate(own.items()):
-            if weight.requires_grad:
-                height, width = weight.shape
-                at = number * height if named else 0
-                found.append(
-                    Layer(prefix + name, "linear", names[id(weight)], named, width, height, 0, at)
-                )
-    return found
 
 
 def _name(model: nn.Module, weight: Part, shape: tuple[int, ...]) -> str:

@@ -1,165 +1,97 @@
-"""A parameter seen through views: which of its rows, and which dimension is which.
+"""A parameter seen through views: which of its rows, and whether it is transposed.
 
-Between a parameter and the product it is part of, code may transpose, split, slice, unsqueeze or
-expand it; `torch.einsum` does several of these one after the other. Each leaves a node in the graph
-that says what was done, though not always the shape that came of it: after a reshape only the order
-of rows and columns is known, and whoever finds the product has to compare sizes.
+Between a parameter and the product it is part of, code may transpose, split, slice or cast it. Each
+leaves a node in the graph that says what was done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.autograd.graph import Node
 
-SAME = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0"})
-
-WHOLE = (1 << 63) - 1
+from dualform.layers.torch_internals import fact_of
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a parameter, as the graph knows them.
-
-    `dims` says what each dimension is: "r" rows, "c" columns, "1" a single one. A "b" in front:
-    copies of it, in any number of dimensions, or none. A "?" in front: as it was before
-    a reshape, of which only the order is known.
-    """
+    """Some rows of a parameter: `dims` are "rc" (rows, columns), "cr", or "r" of a vector."""
 
     parameter: str
     start: int
     stop: int
-    dims: str = "rc"
+    dims: str
 
     @property
-    def is_vector(self) -> bool:
-        return "c" not in self.dims
-
-    @property
-    def transposed(self) -> bool:
-        return not self.is_vector and self.dims.index("c") < self.dims.index("r")
-
-    @property
-    def order(self) -> str:
-        """Rows and columns in the order they come."""
-        return "".join(d for d in self.dims if d in "rc")
-
-    def sizes(self, columns: int) -> tuple[int, int]:
-        """How long the two dimensions are, in their order; `columns` are the parameter's."""
-        rows = self.stop - self.start
-        return (columns, rows) if self.transposed else (rows, columns)
-
-
-def viewed(node: Node, number: int, part: Part) -> Part | None:
-    """What a view (its output of that number) makes of a part; None if it is not rows of it."""
-    if part.dims.startswith("?") and node.name() not in SAME:
-        return None
-    if part.dims.startswith("b") and not (node.name() in SAME or _flips_copies(node)):
-        return None
-    return VIEWS[node.name()](node, number, part)
+    def rows(self) -> int:
+        return self.stop - self.start
 
 
 def signed(number: int) -> int:
-    """Torch keeps negative numbers in unsigned ones in some of what it saves."""
-    return number - (1 << 64) if number > WHOLE else number
+    """torch keeps negative numbers in unsigned ones in some of what it saves."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def dim_of(dim: int, part: Part) -> int:
-    return signed(int(dim)) % len(part.dims)
+def _dim(node: Node, part: Part, name: str = "dim") -> str:
+    """Which of a part's dimensions a node means."""
+    return part.dims[signed(int(fact_of(node, name, 0))) % len(part.dims)]
 
 
-def _flips_copies(node: Any) -> bool:
-    """Whether a view of copies transposes each of them, of however many dimensions they are."""
-    if node.name() == "PermuteBackward0":
-        return [signed(int(d)) % 3 for d in node._saved_dims] == [0, 2, 1]
-    if node.name() != "TransposeBackward0":
-        return False
-    dims = {signed(int(node._saved_dim0)), signed(int(node._saved_dim1))}
-    return dims in ({1, 2}, {-1, -2})  # (0, 1) is something else if nothing was put in front
+def _same(node: Node, number: int, part: Part) -> Part:
+    return part
 
 
-def _flip(node: Any, number: int, part: Part) -> Part:
+def _flip(node: Node, number: int, part: Part) -> Part:
     return replace(part, dims=part.dims[::-1])
 
 
-def _transpose(node: Any, number: int, part: Part) -> Part:
-    dims = list(part.dims)
-    one, other = dim_of(node._saved_dim0, part), dim_of(node._saved_dim1, part)
-    dims[one], dims[other] = dims[other], dims[one]
-    return replace(part, dims="".join(dims))
+def _transpose(node: Node, number: int, part: Part) -> Part:
+    changes = _dim(node, part, "dim0") != _dim(node, part, "dim1")
+    return _flip(node, number, part) if changes else part
 
 
-def _permute(node: Any, number: int, part: Part) -> Part:
-    return replace(part, dims="".join(part.dims[dim_of(d, part)] for d in node._saved_dims))
+def _permute(node: Node, number: int, part: Part) -> Part:
+    dims = [signed(int(d)) % len(part.dims) for d in fact_of(node, "dims", ())]
+    return replace(part, dims="".join(part.dims[d] for d in dims))
 
 
-def _unsqueeze(node: Any, number: int, part: Part) -> Part:
-    place = signed(int(node._saved_dim)) % (len(part.dims) + 1)
-    return replace(part, dims=part.dims[:place] + "1" + part.dims[place:])
-
-
-def _squeeze(node: Any, number: int, part: Part) -> Part | None:
-    place = dim_of(node._saved_dim, part)
-    if part.dims[place] == "1":
-        return replace(part, dims=part.dims[:place] + part.dims[place + 1 :])
-    return part if node._saved_self_sym_sizes[place] != 1 else None
-
-
-def _reshape(node: Any, number: int, part: Part) -> Part:
-    return replace(part, dims="?" + part.dims)
-
-
-def _expand(node: Any, number: int, part: Part) -> Part | None:
-    """Copies; a single row or column may have been repeated itself, which the node does not say."""
-    kept = part.dims.lstrip("1")
-    if kept not in ("rc", "cr") or 1 in node._saved_self_sym_sizes[-2:]:
-        return None
-    return replace(part, dims="b" + kept)
-
-
-def _split(node: Any, number: int, part: Part) -> Part | None:
-    sizes = getattr(node, "_saved_split_sizes", None)
+def _split(node: Node, number: int, part: Part) -> Part | None:
+    sizes = fact_of(node, "split_sizes")
     if sizes is None:
-        size = int(node._saved_split_size)
+        size = int(fact_of(node, "split_size", 0))
         return _rows(node, part, size * number, size * (number + 1))
     start = sum(map(int, sizes[:number]))
     return _rows(node, part, start, start + int(sizes[number]))
 
 
-def _slice(node: Any, number: int, part: Part) -> Part | None:
-    if int(node._saved_step) != 1:
+def _slice(node: Node, number: int, part: Part) -> Part | None:
+    if int(fact_of(node, "step", 0)) != 1:
         return None
-    length = part.stop - part.start
-    start, stop = int(node._saved_start), int(node._saved_end)
-    start, stop = (n + length if n < 0 else n for n in (signed(start), signed(stop)))
-    dim = dim_of(node._saved_dim, part)
-    if part.dims[dim] != "r":  # columns: only all of them
-        return part if start == 0 and stop >= node._saved_self_sym_sizes[dim] else None
+    start, stop = (signed(int(fact_of(node, name, 0))) for name in ("start", "end"))
+    if _dim(node, part) != "r":  # columns: only all of them
+        columns = fact_of(node, "self_sym_sizes", (0, 0))[part.dims.index("c")]
+        return part if start == 0 and stop >= columns else None
+    start, stop = (n + part.rows if n < 0 else n for n in (start, stop))
     return _rows(node, part, max(0, start), stop)
 
 
-def _rows(node: Any, part: Part, start: int, stop: int) -> Part | None:
-    if part.dims[dim_of(node._saved_dim, part)] != "r":
-        return None
+def _rows(node: Node, part: Part, start: int, stop: int) -> Part | None:
     stop = min(part.start + stop, part.stop)
-    if part.start + start >= stop:
+    if _dim(node, part) != "r" or part.start + start >= stop:
         return None
     return replace(part, start=part.start + start, stop=stop)
 
 
-VIEWS: dict[str, Callable[[Any, int, Part], Part | None]] = {
+VIEWS: Mapping[str, Callable[[Node, int, Part], Part | None]] = {
     "TBackward0": _flip,
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,
-    "UnsqueezeBackward0": _unsqueeze,
-    "SqueezeBackward1": _squeeze,
-    "ViewBackward0": _reshape,
-    "UnsafeViewBackward0": _reshape,
-    "ReshapeAliasBackward0": _reshape,
-    "ExpandBackward0": _expand,
     "SplitBackward0": _split,
     "SplitWithSizesBackward0": _split,
     "SliceBackward0": _slice,
-} | {name: lambda node, number, part: part for name in SAME}
+    "ToCopyBackward0": _same,
+    "AliasBackward0": _same,
+    "CloneBackward0": _same,
+}
+"""What a view (its output of that number) makes of a part; None if it is not rows of it."""

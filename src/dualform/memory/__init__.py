@@ -1,29 +1,31 @@
-"""A recorded run on disk: segments of patterns, the learning rule's log, their proof.
+"""A recorded run on disk: rows of patterns, their columns, the learning rule's log, what was kept.
 
-`files.py` is the on-disk format: what lies where, and the manifest. `tensor_files.py` writes and
-reads the safetensors files, `writing.py` and `segments.py` know what is in one, `description.py`
-reads what the manifest says of the model, `rewinding.py` cuts a memory back to an earlier step,
-`copying.py` writes one that is made from another, `narrowing.py` puts rows into 16 bits,
-`liveness.py` knows who is writing. `replay.py` replays an adaptive optimizer, `following.py` with
-what rounding explains. `memory.py` is what
-readers hold; `layer.py` streams one layer's keys and error signals; `patterns.py` knows the
-coordinates of every pattern (step, example, label, ...) and the `where` conditions over them.
+The format: `files.py` says what lies where and what a commit is, `fields.py` and `description.py`
+read what the manifest and the lines say, `content.py` names a segment's tensors, `tensor_files.py`
+writes them and `mapped.py` reads them, each block checked when it is first touched.
+
+Reading: `opened.py` is a directory as a whole, `segments.py` one segment, `memory.py` what readers
+hold, with `layer.py` (a layer's rows), `uses.py` and `patterns.py` (where each pattern came from,
+and the `where` conditions), `distinct.py` (keys that recur) and `kept.py` (states, gradients).
+
+Writing: `writing.py` commits and cuts back, `rewriting.py` reads a segment back to write it anew,
+`narrowing.py` puts rows into 16 bits, `liveness.py` knows who is writing.
 """
 
-from dualform.memory.description import Buffer, Conversion, Parameter, Phase
-from dualform.memory.fingerprint import Fingerprint
-from dualform.memory.layer import Block, LayerMemory
-from dualform.memory.memory import Memory
-from dualform.memory.patterns import Patterns
-
-__all__ = [
-    "Block",
-    "Buffer",
-    "Conversion",
-    "Fingerprint",
-    "LayerMemory",
-    "Memory",
-    "Parameter",
-    "Patterns",
-    "Phase",
-]
+from dualform.memory.content import COMPUTED_IN as COMPUTED_IN
+from dualform.memory.content import SegmentContent as SegmentContent
+from dualform.memory.description import Buffer as Buffer
+from dualform.memory.description import Event as Event
+from dualform.memory.description import Parameter as Parameter
+from dualform.memory.description import Phase as Phase
+from dualform.memory.distinct import DistinctKeys as DistinctKeys
+from dualform.memory.kept import Kept as Kept
+from dualform.memory.layer import Block as Block
+from dualform.memory.layer import LayerMemory as LayerMemory
+from dualform.memory.memory import Marks as Marks
+from dualform.memory.memory import Memory as Memory
+from dualform.memory.memory import ParameterLog as ParameterLog
+from dualform.memory.patterns import Patterns as Patterns
+from dualform.memory.uses import Uses as Uses
+from dualform.memory.writing import MemoryWriter as MemoryWriter
+from dualform.memory.writing import environment as environment

@@ -1,51 +1,49 @@
-"""The on-disk format, and only here: what a memory's directory holds, and its manifest.
+"""The on-disk format, and only here: what a memory's directory holds, and how it is committed.
 
     run/
-      manifest.json                what the memory is, which segments are committed, their checksums
-      initial.safetensors          parameters, buffers and momentum buffers when recording began
-      segments/000000.safetensors  patterns, their columns, the log of the steps they belong to
-      snapshots/000003000.safetensors   all weights now and then: a convenience, never needed
-      progress                     the number of updates trained, kept current at every step
+      manifest.json                what the memory is; written at its begin, resume and close
+      segments.jsonl               one sealed line per committed segment, only ever appended to
+      segments/000000.safetensors  rows, columns, log, kept states of some steps
+      progress                     the number of updates completed, kept current at every step
       writer.lock                  held by the recorder while it lives
 
-Every tensor file is an ordinary safetensors file, readable without dualform (`tensor_files.py`
-writes and reads them; `writing.py` and `segments.py` know what a segment's tensors mean; all of it
-is told in docs/memory-format.md). A segment exists only once the manifest names it: the file is
-written and synced first, then the manifest is replaced by an atomic rename. So a run killed at any
-moment leaves a memory that ends at its last commit.
+A segment exists only once its line does: the file is written and synced first, then the line is
+appended and synced. So a run killed at any moment leaves a memory that ends at its last commit, and
+a commit costs the same however long the run. A line that was being appended is torn; it is the last
+one, and has no end. Every line holds the checksum of the one before it, and the first that of the
+run's own number: a line that is missing, or of another memory, shows.
 
-Nothing a manifest says is trusted: it is sealed by a checksum, every field is checked for what it
-is, and a file name is only ever a plain number in a place known beforehand.
+Why it is hard: a reader may come at any moment, between any two of a writer's acts. So the manifest
+is read again after the lines, and both once more if it was replaced meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualform.errors import MemoryFileError, RecordingError
 from dualform.memory.checksums import crc32
+from dualform.memory.fields import WRONG, exactly, seal, unseal
 from dualform.memory.liveness import LOCK, PROGRESS
-from dualform.memory.tensor_files import TensorFile as TensorFile
-from dualform.memory.tensor_files import WrittenFile
 
 FORMAT = "dualform memory"
-SCHEMA = 1
+SCHEMA = 2
 
 MANIFEST = "manifest.json"
-TEMPORARY = MANIFEST + ".tmp"
-INITIAL = "initial.safetensors"
+LINES = "segments.jsonl"
 SEGMENTS = "segments"
-SNAPSHOTS = "snapshots"
-OWN_NAMES = frozenset({MANIFEST, TEMPORARY, INITIAL, SEGMENTS, SNAPSHOTS, PROGRESS, LOCK})
+TEMPORARY = ".tmp"
+OWN_NAMES = frozenset(
+    {MANIFEST, MANIFEST + TEMPORARY, LINES, LINES + TEMPORARY, SEGMENTS, PROGRESS, LOCK}
+)
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
-"""What files in `segments` and `snapshots` are called."""
+"""What files in `segments` are called."""
 
 URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)
 """How an address begins, `s3://…`; one slash is left of two where it has been made a path."""
@@ -53,8 +51,18 @@ URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)
 NO_VALUE = int(np.iinfo(np.int64).min)
 """What an integer column holds for a pattern that has no value there."""
 
-WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
-"""What reading a field that is not what it should be can raise."""
+TRIES = 3
+
+
+class Committed(NamedTuple):
+    """What a directory says of itself at one moment: the manifest, the lines, what is torn."""
+
+    manifest: dict[str, Any]
+    entries: list[dict[str, Any]]
+    torn: int
+    """How many bytes follow the last whole line: a commit that was cut off."""
+    content: bytes
+    """The manifest and all whole lines, as they lie on disk."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -78,27 +86,48 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Replace the manifest atomically; what it names must already be on disk."""
-    content = canonical(manifest)
-    sealed = f'{{"crc32":{crc32(content)},"manifest":'.encode() + content + b"}\n"
-    temporary = directory / TEMPORARY
+def replace_file(path: Path, content: bytes) -> None:
+    """Put content in place of a file, atomically and for good."""
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
         with open(temporary, "wb") as file:
-            file.write(sealed)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, directory / MANIFEST)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    sync_directory(directory)
+    sync_directory(path.parent)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a memory, its seal checked; `MemoryFileError` for anything else."""
-    path = directory / MANIFEST
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    replace_file(directory / MANIFEST, seal("manifest", manifest))
+
+
+def first_link(manifest: dict[str, Any]) -> int:
+    """The checksum that a memory's first line holds."""
+    return crc32(exactly(str, manifest["run"]).encode())
+
+
+def read_committed(directory: Path) -> Committed:
+    """What is committed in a directory; `MemoryFileError` for anything that is no sound memory."""
+    for _ in range(TRIES):
+        content = _content(directory, MANIFEST)
+        try:
+            return _read_lines(directory, _manifest(directory / MANIFEST, content), content)
+        except MemoryFileError:
+            if _content(directory, MANIFEST) == content:
+                raise
+    raise MemoryFileError(
+        f"{directory} was rewritten again and again while it was read; expected a memory at rest. "
+        "Open it again in a moment"
+    )
+
+
+def _content(directory: Path, name: str) -> bytes:
+    path = directory / name
     if not directory.is_dir():
         raise MemoryFileError(
             f"{directory} is {'not a directory' if directory.exists() else 'not there'}; expected "
@@ -106,57 +135,63 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     if not path.exists():
         raise MemoryFileError(
-            f"{directory} holds no {MANIFEST}: it is not a memory, or its recording died before "
+            f"{directory} holds no {name}: it is not a memory, or its recording died before "
             "the first commit and there is nothing in it to read"
         )
-    if not path.is_file():
-        raise MemoryFileError(f"{path} is not a file: {directory} is not a memory")
     try:
-        sealed = json.loads(path.read_bytes())
-        manifest = sealed.get("manifest") if isinstance(sealed, dict) else None
-        sound = isinstance(manifest, dict) and crc32(canonical(manifest)) == sealed.get("crc32")
-    except (OSError, ValueError, RecursionError) as error:
-        raise MemoryFileError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return path.read_bytes()
+    except OSError as error:
+        raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _manifest(path: Path, content: bytes) -> dict[str, Any]:
+    if FORMAT.encode() not in content:
         raise MemoryFileError(f"{path} is not the manifest of a dualform memory")
-    schema = manifest.get("schema")
-    if type(schema) is not int or schema != SCHEMA:
-        environment = manifest.get("environment")
-        writer = environment.get("dualform") if isinstance(environment, dict) else None
+    try:
+        manifest = unseal("manifest", content)
+        schema = manifest["schema"]
+    except WRONG as error:
+        said = re.search(rb'"schema": ?([0-9]{1,9})\b', content)
+        schema = SCHEMA if said is None else int(said[1])
+        if schema == SCHEMA:
+            raise _damaged(path, error) from error
+    if schema != SCHEMA or type(schema) is not int:
         raise MemoryFileError(
-            f"{path} has schema version {schema!r}; this dualform reads version {SCHEMA}. Read it "
-            f"with the version of dualform that wrote it ({writer or 'unknown'})"
-            + ("" if sound else "; or it is damaged: it does not match its checksum as we know it")
-        )
-    if not sound:
-        raise MemoryFileError(
-            f"{path} is damaged: its content does not match its own checksum. Restore it from a "
-            "copy; the segments themselves may be unharmed"
+            f"{path} has schema version {schema!r:.50}; this dualform reads version {SCHEMA}. "
+            "Read it with the version of dualform that wrote it"
         )
     return manifest
 
 
-def canonical(manifest: dict[str, Any]) -> bytes:
-    """The text that the manifest's checksum and hash are taken of."""
-    return json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()
+def _read_lines(directory: Path, manifest: dict[str, Any], sealed: bytes) -> Committed:
+    """Read all lines; the last may be torn, in a memory that was not closed."""
+    path, length = directory / LINES, 0
+    content, entries = _content(directory, LINES), []
+    try:
+        last = first_link(manifest)
+        while (end := content.find(b"\n", length) + 1) > 0:
+            line = content[length:end]
+            entry = unseal("segment", line)
+            if entry["after"] != last:
+                raise ValueError("it does not follow the line before it")
+            entries.append(entry)
+            length, last = end, crc32(line)
+    except WRONG as error:
+        raise _damaged(f"line {len(entries) + 1} of {path}", error) from error
+    torn = content[length:]
+    with contextlib.suppress(*WRONG):
+        unseal("segment", torn[:-1] + b"\n")  # no torn line has all but its last character
+        raise _damaged(f"line {len(entries) + 1} of {path}", "its end was changed")
+    listed = manifest.get("segments")
+    if manifest.get("closed") is not False and (torn or listed != len(entries)):
+        raise MemoryFileError(
+            f"{path} has {len(entries)} whole lines, but the memory was closed with "
+            f"{listed!r:.50}: it was truncated or exchanged. Restore it from a copy"
+        )
+    return Committed(manifest, entries, len(torn), sealed + content[:length])
 
 
-def numbered_file(entry: Any) -> WrittenFile:
-    """A manifest's entry for a segment or snapshot; its name is a number and nothing else."""
-    written = WrittenFile.from_json(entry)
-    if not NUMBERED.fullmatch(written.file):
-        raise ValueError(f"{written.file!r} is not the name of a segment or snapshot")
-    return written
-
-
-def count(value: Any) -> int:
-    """A number of things, from a manifest or a header."""
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r} is not a text")
-    return value
+def _damaged(what: object, why: object) -> MemoryFileError:
+    return MemoryFileError(
+        f"{what} is damaged: {why}. Restore it from a copy; the segments themselves may be unharmed"
+    )

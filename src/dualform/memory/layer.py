@@ -1,70 +1,69 @@
 """One layer's part of the memory: its keys and error signals, streamed block by block.
 
 The tensors handed out are mapped from disk: reading a block costs what the disk costs, and what was
-read can be forgotten by the system at any time. Patterns stored in 16 bits come back in the dtype
-of training: whoever asks sees the same numbers, only coarser.
+read can be forgotten by the system at any time. Why it is hard: rows may be stored in 16 bits, with
+or without scales, in another dtype in each segment, or as references to earlier ones. They come
+back in the dtype of training, so every reader sees the same numbers, only coarser.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import QueryError
-from dualform.layers.kinds import key_width, parameter_shape
-from dualform.memory.description import DescribedLayer
+from dualform.layers import kinds
+from dualform.memory.content import SCALES
+from dualform.memory.description import KeptLayer
 from dualform.memory.distinct import DistinctKeys
 from dualform.memory.patterns import Patterns
-from dualform.memory.segments import Segment
+from dualform.memory.segments import INTEGERS, Segment
+from dualform.memory.uses import Uses
 
-Read = Callable[[], Tensor]
-
-
-ReadRows = Callable[[int, int], Tensor]
-"""Reads some of the rows of a segment."""
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Block:
     """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them.
 
-    Patterns stored in 16 bits are widened when they are asked for, so skipping a block is free.
+    They are read when they are asked for, so skipping a block is free.
     """
 
     def __init__(
-        self, start: int, rows: int, keys: Read | None, error_signals: Read | None
+        self, layer: LayerMemory, segment: Segment, start: int, here: slice, parts: Sequence[str]
     ) -> None:
-        self.start, self.rows = start, rows
-        self._keys, self._error_signals = keys, error_signals
+        self.start, self.rows = start + here.start, here.stop - here.start
+        self._layer, self._segment, self._here, self._parts = layer, segment, here, parts
 
     @cached_property
     def keys(self) -> Tensor | None:
         """[rows, d_in], in the dtype of training (tokens: [rows, 1]); None if not asked for."""
-        return None if self._keys is None else self._keys()
-
-    @property
-    def narrow_keys(self) -> Tensor | None:
-        """The keys as stored, where that is in 16 bits: for whoever widens them on the way."""
-        if isinstance(self._keys, partial) and isinstance(self._keys.func, Widened):
-            return self._keys.func.stored[slice(*self._keys.args)]
-        return None
+        return self._read("keys")
 
     @cached_property
     def error_signals(self) -> Tensor | None:
         """[rows, d_out], in the dtype of training; None if not asked for."""
-        return None if self._error_signals is None else self._error_signals()
+        return self._read("error_signals")
 
+    @property
+    def narrow_keys(self) -> Tensor | None:
+        """The keys as stored, where that is in 16 bits and one by one: to be widened on the way."""
+        if "keys" not in self._parts:
+            return None
+        return self._layer.narrow_keys(self._segment, self._here)
 
-class Widened:
-    """Patterns stored in 16 bits, read from row to row in the dtype of training."""
-
-    def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
-        self.stored, self._dtype = stored, dtype
-
-    def __call__(self, low: int, high: int) -> Tensor:
-        return self.stored[low:high].to(self._dtype)
+    def _read(self, part: str) -> Tensor | None:
+        if part not in self._parts:
+            return None
+        return self._layer.read_segment(self._segment, part, self._here)
 
 
 class LayerMemory:
@@ -77,64 +76,108 @@ class LayerMemory:
 
     def __init__(
         self,
-        described: DescribedLayer,
+        known: KeptLayer,
+        dtypes: tuple[torch.dtype, torch.dtype],
         segments: Sequence[Segment],
-        patterns: Patterns,
         with_error_signals: Sequence[str],
+        patterns: Patterns,
+        uses: Callable[[], Uses],
     ) -> None:
-        layer = described.layer
-        self.name = layer.name
-        self.kind = layer.kind
-        self.weight = layer.weight
-        self.bias = layer.bias
-        self.in_features = layer.in_features
-        self.out_features = layer.out_features
-        self.key_width = key_width(layer.kind, layer.in_features)
-        self.shape = parameter_shape(layer.kind, layer.in_features, layer.out_features)
-        self.dtype, self.stored = described.dtype, described.stored
-        self.offset, self.bias_offset = layer.offset, layer.bias_offset
-        self.patterns = patterns
-        self.has_error_signals = described.error_signals
+        """`dtypes` are those of training and of storing."""
+        self.layer, self.keep = layer, _ = known
+        self.name, self.kind, self.weight, self.bias = (
+            layer.name, layer.kind, layer.weight, layer.bias,
+        )  # fmt: skip
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.shape, self.offset, self.bias_offset = layer.shape, layer.offset, layer.bias_offset
+        self.dtype, self.stored = dtypes
+        self._kind = kinds.of(layer.kind)
+        self.key_width = self._kind.key_width(layer)
+        self.rows_of = layer.rows_of
         self._with_error_signals = tuple(with_error_signals)
-        self._segments = [s for s in segments if s.rows(layer.name)]
-        self._mapped: dict[tuple[Segment, str], Tensor] = {}
+        self._segments = [s for s in segments if layer.name in s.rows]
+        self._starts: list[int] = np.cumsum(
+            [0, *(s.rows[layer.name] for s in self._segments)]
+        ).tolist()
+        self.patterns, self._uses = patterns, uses
 
-    def rows_of(self, parameter: str) -> slice:
-        """Which rows of its weight (or entries of its bias) the layer uses: all, or a part."""
-        if parameter == self.weight:
-            return slice(self.offset, self.offset + self.shape[0])
-        return slice(self.bias_offset, self.bias_offset + self.out_features)
-
-    @cached_property
+    @property
     def rows(self) -> int:
         """T, the number of patterns."""
-        return sum(segment.rows(self.name) for segment in self._segments)
+        return self._starts[-1]
 
     def __len__(self) -> int:
         return self.rows
 
     def __repr__(self) -> str:
-        signals = f"error signals of {self.out_features}"
-        signals = signals if self.has_error_signals else "no error signals"
-        keys = "tokens of" if self.kind == "embedding" else "keys of"
-        return (
-            f"LayerMemory({self.name!r}: {self.rows:,} patterns, "
-            f"{keys} {self.in_features}, {signals}, {str(self.stored).removeprefix('torch.')})"
-        )
+        stored = str(self.stored).removeprefix("torch.")
+        what = {"patterns": "patterns", "keys": "keys alone", "examples": "examples"}[self.keep]
+        sizes = f"{self.in_features} to {self.out_features}"
+        return f"LayerMemory({self.name!r}: {self.rows:,} {what}, {self.kind}, {sizes}, {stored})"
+
+    @property
+    def has_error_signals(self) -> bool:
+        """Whether every pattern has its error signal: what contributions need."""
+        return self.keep == "patterns"
 
     def need_error_signals(self, what_for: str) -> None:
-        """Raise `QueryError` if keys alone are kept of this layer."""
+        """Raise `QueryError` unless the error signals of the patterns are kept."""
         if not self.has_error_signals:
+            kept = "keys alone are" if self.keep == "keys" else "what each example wrote is"
             raise QueryError(
-                f"{what_for} needs error signals, but of layer {self.name!r} keys alone are "
-                "kept, which is enough to attend; layers with error signals: "
-                f"{', '.join(self._with_error_signals) or 'none'}"
+                f"{what_for} needs error signals, but of layer {self.name!r} {kept} kept. Layers "
+                f"with error signals: {', '.join(self._with_error_signals) or 'none'}"
             )
 
     @property
     def stored_eps(self) -> float:
         """The relative rounding that storing added to every pattern; 0 where it is exact."""
         return 0.0 if self.stored == self.dtype else float(torch.finfo(self.stored).eps)
+
+    def lost(self, parameter: str) -> NDArray[np.float64]:
+        """What 16 bits lost of a parameter's gradient in every use: [uses, 2].
+
+        Along the signs, and by size, as the writer measured it; 0 where rows are exact.
+        """
+        self.rows_of(parameter)
+        found = [s.lost(self.name, parameter) for s in self._segments]
+        return np.concatenate([np.zeros((0, 2)), *found])
+
+    # -- its uses ----------------------------------------------------------------------------------
+
+    @property
+    def uses(self) -> Uses:
+        """Every use of the layer: its step, pass, call, dtype, rows and leading shape."""
+        return self._uses()
+
+    def uses_of(self, step: int) -> range:
+        """Which uses a step has, as places in `uses`."""
+        return self.uses.of_step(step)
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def read(self, part: str, low: int, high: int) -> Tensor:
+        """Rows `low` to `high` of keys, error_signals, or (by examples) weight and bias.
+
+        In the dtype of training; tokens are int64.
+        """
+        if not 0 <= low <= high <= self.rows:
+            raise QueryError(
+                f"rows {low} to {high} of layer {self.name!r} were asked for; it has {self.rows}"
+            )
+        self._width(part)
+        found = []
+        place = bisect_right(self._starts, low) - 1
+        while low < high:
+            start, stop = self._starts[place], self._starts[place + 1]
+            here = slice(low - start, min(high, stop) - start)
+            if here.start < here.stop:
+                found.append(self.read_segment(self._segments[place], part, here))
+            low, place = max(low, min(high, stop)), place + 1
+        if len(found) == 1:
+            return found[0]
+        dtype = self._key_dtype if part == "keys" else self.dtype
+        return torch.cat(found) if found else torch.empty(0, self._width(part), dtype=dtype)
 
     def blocks(
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
@@ -144,93 +187,12 @@ class LayerMemory:
             raise QueryError(f"blocks of {size} patterns were asked for; expected at least 1")
         if error_signals:
             self.need_error_signals("reading them (error_signals=False reads keys alone)")
-        start = 0
-        for segment in self._segments:
-            rows = segment.rows(self.name)
-            all_keys = self._tensor(segment, "keys") if keys else None
-            all_signals = self._tensor(segment, "error_signals") if error_signals else None
+        wanted = [("keys", keys), ("error_signals", error_signals)]
+        parts = [part for part, is_wanted in wanted if is_wanted]
+        for segment, start in zip(self._segments, self._starts, strict=False):
+            rows = segment.rows[self.name]
             for low in range(0, rows, size):
-                high = min(rows, low + size)
-                parts = (
-                    None if whole is None else partial(whole, low, high)
-                    for whole in (all_keys, all_signals)
-                )
-                yield Block(start + low, high - low, *parts)
-            start += rows
-
-    def part(self, low: int, high: int, *, keys: bool = True) -> tuple[Tensor | None, Tensor]:
-        """Keys (if asked for) and error signals of the patterns from row `low` to `high`."""
-        found: list[tuple[Tensor | None, Tensor]] = []
-        for start, rows, read_keys, read_signals in self._readers:
-            here = max(low - start, 0), min(high - start, rows)
-            if here[0] < here[1]:
-                found.append((read_keys(*here) if keys else None, read_signals(*here)))
-        if len(found) == 1:
-            return found[0]
-        signals = [part for _, part in found]
-        joined = torch.cat([k for k, _ in found if k is not None]) if keys and found else None
-        if not found:
-            dtype = torch.int64 if self.kind == "embedding" else self.dtype
-            joined = torch.empty(0, self.key_width, dtype=dtype) if keys else None
-            signals = [torch.empty(0, self.out_features, dtype=self.dtype)]
-        return joined, torch.cat(signals)
-
-    @cached_property
-    def _readers(self) -> list[tuple[int, int, ReadRows, ReadRows]]:
-        """Of every segment: its first row, its rows, and what reads keys and error signals."""
-        self.need_error_signals("reading single steps")
-        found, start = [], 0
-        for segment in self._segments:
-            rows = segment.rows(self.name)
-            kinds = ("keys", "error_signals")
-            read_keys, read_signals = (self._tensor(segment, kind) for kind in kinds)
-            found.append((start, rows, read_keys, read_signals))
-            start += rows
-        return found
-
-    def _tensor(self, segment: Segment, kind: str) -> Callable[[int, int], Tensor]:
-        """A segment's keys or error signals, to be read from row to row."""
-        if kind == "keys" and self.kind == "embedding":
-            tokens = segment.tokens(self.name, self.in_features)
-            return lambda low, high: tokens[low:high]
-        if kind == "keys" and segment.references(self.name) is not None:
-            numbers = self.recurring.of_segment(segment)
-            return lambda low, high: self.recurring.take(numbers[low:high])
-        stored = self._stored(segment, kind)
-        if stored.dtype == self.dtype:
-            return lambda low, high: stored[low:high]
-        if kind == "keys" or stored.dtype != torch.float16:
-            return Widened(stored, self.dtype)
-        scales = segment.scales(kind, self.name)
-
-        def read(low: int, high: int) -> Tensor:
-            scale = scales[low:high, None].to(self.dtype)
-            return stored[low:high].to(self.dtype) * scale
-
-        return read
-
-    def _stored(self, segment: Segment, kind: str) -> Tensor:
-        """As it lies on disk, looked up once: tensors are only mapped, and cost nothing to keep."""
-        if (segment, kind) not in self._mapped:
-            width = self.in_features if kind == "keys" else self.out_features
-            found = segment.tensor(kind, self.name, width, (self.dtype, self.stored))
-            self._mapped[segment, kind] = found
-        return self._mapped[segment, kind]
-
-    @cached_property
-    def recurring(self) -> DistinctKeys:
-        """The different keys of the segments in which keys that recur are stored once."""
-        referring = [s for s in self._segments if s.references(self.name) is not None]
-        return DistinctKeys(self.name, self.in_features, self.dtype, self.stored, referring)
-
-    @property
-    def distinct(self) -> DistinctKeys | None:
-        """The different keys, where keys that recur are stored once; None where each is stored.
-
-        So it is for layers that are fed with the network's inputs, unless there are too many.
-        """
-        referring = all(s.references(self.name) is not None for s in self._segments)
-        return self.recurring if referring and self._segments else None
+                yield Block(self, segment, start, slice(low, min(rows, low + size)), parts)
 
     @property
     def keys(self) -> Tensor:
@@ -238,14 +200,86 @@ class LayerMemory:
 
         Those of an embedding, single ones among zeros, as tokens: int64, [T, 1].
         """
-        blocks = [b.keys for b in self.blocks(1 << 30, error_signals=False) if b.keys is not None]
-        dtype = torch.int64 if self.kind == "embedding" else self.dtype
-        return torch.cat(blocks) if blocks else torch.empty(0, self.key_width, dtype=dtype)
+        return self.read("keys", 0, self.rows)
 
     @property
     def error_signals(self) -> Tensor:
         """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
-        blocks = [
-            b.error_signals for b in self.blocks(1 << 30, keys=False) if b.error_signals is not None
-        ]
-        return torch.cat(blocks) if blocks else torch.empty(0, self.out_features, dtype=self.dtype)
+        self.need_error_signals("reading them")
+        return self.read("error_signals", 0, self.rows)
+
+    @property
+    def distinct(self) -> DistinctKeys | None:
+        """The different keys, where keys that recur are stored once; None where each is stored.
+
+        So it is for layers that are fed with the network's inputs, unless there are too many.
+        """
+        referring = all(self.name in s.distinct for s in self._segments)
+        return self._distinct if referring and self._segments else None
+
+    @cached_property
+    def _distinct(self) -> DistinctKeys:
+        """The different keys of the segments in which keys that recur are stored once."""
+        referring = [s for s in self._segments if self.name in s.distinct]
+        return DistinctKeys(
+            self.name, self.key_width, self._key_dtype, referring, partial(self._stored, "keys")
+        )
+
+    @property
+    def _key_dtype(self) -> torch.dtype:
+        return self._kind.key_dtype or self.dtype
+
+    def _width(self, part: str) -> int:
+        """How wide a part is; `QueryError` if the layer's rows have no such part."""
+        parts = {
+            "patterns": ("keys", "error_signals"),
+            "keys": ("keys",),
+            "examples": ("keys", "weight", "bias"),
+        }[self.keep]
+        if part not in parts or (part == "bias" and self.bias is None):
+            raise QueryError(
+                f"{part} of layer {self.name!r} were asked for; of it {', '.join(parts)} are kept"
+            )
+        if part in ("weight", "bias"):
+            return prod(self._kind.shape_of(self.layer, part))
+        return self.key_width if part == "keys" else self.out_features
+
+    def _stored(self, part: str, segment: Segment, rows: slice) -> Tensor:
+        """Rows as they lie on disk, checked for what they can be."""
+        tokens = part == "keys" and self._kind.key_dtype is not None
+        dtypes = INTEGERS if tokens else FLOATS
+        stored = segment.read_rows(self.name, part, self._width(part), dtypes, rows)
+        if (
+            tokens
+            and len(stored)
+            and not 0 <= int(stored.min()) <= int(stored.max()) < self.in_features
+        ):
+            raise segment.wrong(
+                f"the keys of layer {self.name!r} hold tokens outside of 0 to "
+                f"{self.in_features - 1}"
+            )
+        return stored
+
+    def read_segment(self, segment: Segment, part: str, rows: slice) -> Tensor:
+        """Some rows of one segment, in the dtype of training."""
+        if part == "keys" and self.name in segment.distinct:
+            return self._distinct.take(self._distinct.of_segment(segment, rows))
+        stored = self._stored(part, segment, rows)
+        if not stored.dtype.is_floating_point:
+            return stored.to(self._key_dtype)
+        scales = segment.scales(self.name, part + SCALES, rows)
+        if scales is None:
+            return stored.to(self.dtype)
+        return stored.to(self.dtype) * scales[:, None].to(self.dtype)
+
+    def narrow_keys(self, segment: Segment, rows: slice) -> Tensor | None:
+        """Some keys as stored, where that is in 16 bits and one by one."""
+        if self.name in segment.distinct or self._kind.key_dtype is not None:
+            return None
+        stored = self._stored("keys", segment, rows)
+        is_narrow = stored.dtype in HALVES and stored.dtype != self.dtype
+        return (
+            stored
+            if is_narrow and segment.scales(self.name, "keys" + SCALES, rows) is None
+            else None
+        )

@@ -1,5 +1,9 @@
 """The coordinates of every pattern (step, example, label, task, position, ...) and `where`.
 
+Step, position, microbatch and call follow from the layer's uses; what was tagged lies in columns
+that all layers share, and a use says where its rows begin there. Why it is hard: a tag may have
+come late, so that earlier segments lack its column, and a use may have none at all.
+
 Conditions are the same everywhere in dualform: `label=7`, `label=[1, 7]`, `task="fashion"`,
 `step=slice(0, 3000)`, `example=ids`, or one boolean array with an entry per pattern.
 """
@@ -7,6 +11,7 @@ Conditions are the same everywhere in dualform: `label=7`, `label=[1, 7]`, `task
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from dualform.errors import MemoryFileError, QueryError
+from dualform.memory.content import USE
+from dualform.memory.description import OWN_COLUMNS
 from dualform.memory.files import NO_VALUE
 from dualform.memory.segments import Segment
+from dualform.memory.uses import Uses
 
 NUMBER = (int, float, np.number, np.bool_)
 
@@ -33,13 +41,15 @@ class Patterns:
         layer: str,
         segments: Sequence[Segment],
         kinds: Mapping[str, str],
-        strings: Callable[[str], list[str]],
+        strings: Mapping[str, list[str]],
+        uses: Callable[[], Uses],
         elsewhere: Callable[[str], Iterable[Any]],
     ) -> None:
         self._layer = layer
-        self._segments = [s for s in segments if s.rows(layer)]
+        self._segments = [s for s in segments if layer in s.rows]
         self._kinds = dict(kinds)
         self._strings = strings
+        self._uses = uses
         self._elsewhere = elsewhere
         self._stored: dict[str, NDArray[Any]] = {}
         self._dictionaries: dict[str, dict[str, int]] = {}
@@ -50,7 +60,7 @@ class Patterns:
         return tuple(self._kinds)
 
     def __len__(self) -> int:
-        return sum(segment.rows(self._layer) for segment in self._segments)
+        return sum(segment.rows[self._layer] for segment in self._segments)
 
     def __repr__(self) -> str:
         return f"Patterns of layer {self._layer!r}: {len(self):,} rows of {', '.join(self.names)}"
@@ -76,7 +86,7 @@ class Patterns:
             return stored
         missing = stored == NO_VALUE
         if kind == "string":
-            strings = self._strings(column)
+            strings = self._strings.get(column, [])
             known = len(strings)
             codes = np.where(missing, known, stored)
             if ((codes < 0) | (codes > known)).any():
@@ -129,14 +139,28 @@ class Patterns:
         return self._stored[column]
 
     def _read(self, column: str) -> NDArray[Any]:
+        if column in ("step", *OWN_COLUMNS):
+            return self._uses().column(column)
         is_float = self._kinds[column] == "float"
         dtype, blank = (torch.float64, np.nan) if is_float else (torch.int64, NO_VALUE)
-        parts: list[NDArray[Any]] = [np.empty(0, np.float64 if is_float else np.int64)]
+        found = np.full(len(self), blank, np.float64 if is_float else np.int64)
+        low = 0
         for segment in self._segments:
-            part = segment.column(self._layer, column, dtype)
-            rows = segment.rows(self._layer)
-            parts.append(np.full(rows, blank, parts[0].dtype) if part is None else part)
-        return np.concatenate(parts)
+            rows, values = segment.rows[self._layer], segment.tags(column, dtype)
+            if values is not None:
+                self._lay_out(segment, values, found[low : low + rows])
+            low += rows
+        return found
+
+    def _lay_out(self, segment: Segment, values: NDArray[Any], found: NDArray[Any]) -> None:
+        """Give the rows of one segment their values, use by use."""
+        uses = segment.uses(self._layer).uses
+        rows, start = uses[:, USE.index("rows")], uses[:, USE.index("start")]
+        if (np.where(start < 0, 0, start + rows) > len(values)).any():
+            raise segment.wrong(f"rows of layer {self._layer!r} refer to tags that are not there")
+        offsets = np.repeat(start - (np.cumsum(rows) - rows), rows)
+        is_tagged = np.repeat(start >= 0, rows)
+        found[is_tagged] = values[(np.arange(len(found)) + offsets)[is_tagged]]
 
     def _meets(self, column: str, condition: Any) -> NDArray[np.bool_]:
         stored = self._column(column)
@@ -191,7 +215,7 @@ class Patterns:
 
     def _codes(self, column: str) -> dict[str, int]:
         if column not in self._dictionaries:
-            self._dictionaries[column] = {s: i for i, s in enumerate(self._strings(column))}
+            self._dictionaries[column] = {s: i for i, s in enumerate(self._strings.get(column, []))}
         return self._dictionaries[column]
 
     def _refuse_unknown(self, column: str, values: list[Any]) -> None:
@@ -204,3 +228,19 @@ class Patterns:
                 f"no recorded pattern has {column}={unknown[0]!r}; {column!r} takes the "
                 f"{len(listed)} values {shown}"
             )
+
+
+def values_of(
+    layers: Sequence[str],
+    segments: Sequence[Segment],
+    kinds: Mapping[str, str],
+    strings: Mapping[str, list[str]],
+    column: str,
+) -> set[Any]:
+    """What a column holds in any of the layers."""
+    found: set[Any] = set()
+    for layer in layers:
+        uses = partial(Uses, layer, [s for s in segments if layer in s.rows])
+        known = Patterns(layer, segments, kinds, strings, uses, lambda _: ())
+        found.update(known.values(column))
+    return found

@@ -1,10 +1,28 @@
-"""Watching a training run without touching it, and writing down what made the weights.
+"""Recording a training run: what is trained leaves its patterns, and training never notices.
 
-`entry.py` is the door. `recorder.py` follows the run, `steps.py` one step at a time; `capture.py`
-holds the hooks that see keys and error signals; `audit.py` proves at every step that what was seen
-explains what the optimizer got and did; `parameters.py` and `accounts.py` keep what is known of
-each parameter; `tags.py` names the patterns; `sink.py` takes them to disk without making training
-wait; `interrupts.py` keeps Ctrl-C from tearing a step apart.
+ training thread                                   worker                        writer
+ forward   capture: key held, tag remembered
+ backward  node hook ── append ─▶ parcel
+             1 MB or end of pass ── parcel ──────▶ copy rows; Σ δ (x·v)
+           end of pass: wait ◀─────────────────────
+ step()    before: g·v against the sums; settings
+           torch moves the weights
+           after:  rows settled; line, marks, small values
+                 every 64: copy of the state ───▶ fingerprint
+           step over: line appended      ← from here on it counts
+           full: set handed over ─────────────────────────────────────────▶ columns, 16 bits,
+                                                                            recurring inputs, crc,
+                                                                            write, fsync, line
+
+What holds everywhere in this room:
+
+1. Rows have one owner at a time: training until the pass ends, the worker until it is waited for,
+   the writer once they are handed over. They are pending until their layer's optimizer moves.
+2. The worker is waited for in four places: a pass's begin and end, an update, a commit.
+3. A step counts once its line is appended; nothing is written into a line after that.
+4. What has patterns is explained, what has none is written down; nothing is summed up.
+5. There is one way through a pass (`passes.py`) and one way through an update (`updates.py`).
+6. Nothing that can raise stands between the end of the loop and closing the sink.
 """
 
 from dualform.recording.entry import record

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
-from dualform.layers import NamePatterns
 from dualform.memory.files import local_path
 from dualform.recording.recorder import Recorder
 from dualform.recording.sink import SEGMENT_BYTES
-from dualform.recording.storage import Storage, chosen
 
-STEP_BUDGET = 1 << 30
-STATE_SHARE = 0.125
-SNAPSHOT_EVERY = 1000
+STORED = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""What patterns can be stored in; float32 is as training has them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recording was asked to be."""
+
+    keep: str | Mapping[str, str] = "auto"
+    stored: torch.dtype | None = None
+    every: int = 1
+    resume: bool | str = False
+    overwrite: bool = False
+    audit: str = "raise"
+    segment_bytes: int = SEGMENT_BYTES
 
 
 def record(
@@ -26,17 +38,12 @@ def record(
     optimizers: Optimizer | Iterable[Optimizer],
     path: str | Path,
     *,
-    layers: NamePatterns = None,
-    error_signals: bool | str | Iterable[str] = True,
+    keep: str | Mapping[str, str] = "auto",
     dtype: str = "float32",
     every: int = 1,
-    audit: str = "raise",
-    overwrite: bool = False,
     resume: bool | str = False,
-    step_budget: int = STEP_BUDGET,
-    state_share: float = STATE_SHARE,
-    snapshot_every: int = SNAPSHOT_EVERY,
-    segment_bytes: int = SEGMENT_BYTES,
+    overwrite: bool = False,
+    audit: str = "raise",
 ) -> Recorder:
     """Record a training run into a memory at `path`; wrap the loop in it and change nothing else.
 
@@ -49,31 +56,21 @@ def record(
 
     Args:
         optimizers: the optimizer, or a list of all that train this model.
-        layers: the layers whose patterns are kept, by name or pattern ("fc1", ["encoder.*"]); all
-            by default, [] for none. Other trained parameters are accounted for step by step; so
-            are, if they are left out here, modules that would otherwise be refused (compiled ones,
-            fused recurrent ones).
-        error_signals: of which layers they are kept: True, False, or name patterns such as
-            ["fc*"]. Keys alone are enough to `attend`; the parameters of such layers are accounted
-            for step by step, without patterns.
-        dtype: what patterns are stored in. "float32" keeps them exactly as training had them
-            (float64 stays float64); "float16" and "bfloat16" take half the bytes, and `verify`
-            measures what that loses. Training itself is the same.
+        keep: how finely each layer's memory can say who wrote it: "patterns" (every key and error
+            signal), "keys" (attention only), "examples" (what each example wrote, in sum) or
+            "values" (kept states alone); or a mapping from name patterns to these words, of which
+            the first that fits counts: {"head": "patterns", "*": "values"}. "auto" keeps linear
+            layers and embeddings by patterns, gains and biases of norms by examples.
+        dtype: what patterns are stored in. "float32" keeps them as training had them (float64 stays
+            float64); "float16" and "bfloat16" take half the bytes. Training itself is the same.
         every: keep the patterns of every so many steps only: 0, k, 2k, … What the other steps wrote
-            is one sum per parameter, from their gradients, kept every `snapshot_every` steps.
-        audit: "raise" stops at the first step that cannot be explained; "warn" goes on, and the
-            memory remembers that it is not exact.
-        overwrite: delete a memory that is already at `path`.
+            is part of the remainder.
         resume: go on with the memory at `path` from the step whose weights the model has, dropping
             recorded steps after it; where there is no memory yet, one is begun. Dropping all of
             them, for a model as it was before the first, takes `resume="rewind"`.
-        step_budget: bytes for gradients of parameters without patterns (norms, for one), which
-            are kept step by step; beyond it only their learned part is, every `snapshot_every`
-            steps.
-        state_share: what an adaptive optimizer (Adam, …) remembers is kept whenever it is at most
-            this share of what was recorded since the last time, and always at the start.
-        segment_bytes: how much is collected per commit. Buffers take at most 3 × (this + the bytes
-            of the largest step).
+        overwrite: delete a memory that is already at `path`.
+        audit: "raise" stops before the first update that patterns cannot explain; "warn" goes on,
+            and keeps that parameter as values.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise RecordingError(f"expected a path for the memory, got {type(path).__name__}")
@@ -88,39 +85,18 @@ def record(
             "overwrite=True and resume=True were both given: one deletes the memory, the other "
             "goes on with it. Choose one"
         )
-    for name, value, least in (
-        ("step_budget", step_budget, 0),
-        ("snapshot_every", snapshot_every, 1),
-        ("segment_bytes", segment_bytes, 1),
-        ("every", every, 1),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise RecordingError(
-                f"{name}={value!r} was given; expected a whole number, at least {least}"
-            )
-    if not isinstance(state_share, int | float) or not 0 < state_share <= 1:
+    if dtype not in STORED:
         raise RecordingError(
-            f"state_share={state_share!r} was given; expected a share of what is recorded, more "
-            "than 0 and at most 1"
+            f"dtype={dtype!r} was given; expected one of {', '.join(STORED)}: what keys and error "
+            "signals are stored in (training is not touched by it)"
         )
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise RecordingError(f"every={every!r} was given; expected a whole number, at least 1")
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     if not listed or not all(isinstance(o, Optimizer) for o in listed):
         raise RecordingError(
             "expected a torch optimizer or a list of them, got "
             f"{[type(o).__name__ for o in listed] if listed else 'none'}"
         )
-    return Recorder(
-        model,
-        listed,
-        local_path(path),
-        layers=layers,
-        audit=audit,
-        every=every,
-        overwrite=overwrite,
-        resume=resume,
-        step_budget=step_budget,
-        state_share=float(state_share),
-        snapshot_every=snapshot_every,
-        segment_bytes=segment_bytes,
-        storage=Storage(dtype, chosen(error_signals)),
-    )
+    options = Options(keep, STORED[dtype], every, resume, overwrite, audit)
+    return Recorder(model, listed, local_path(path), options)

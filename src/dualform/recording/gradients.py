@@ -1,89 +1,96 @@
-"""What `.grad` holds: since when it accumulates, and whether it was thrown away in between.
+"""Is every gradient what its patterns sum to, and by which factor κ?
 
-Nobody tells the recorder that gradients were reset: not `zero_grad`, not a loss scaler that skips a
-step. It looks, once per backward pass and parameter, before anything is added: no gradient or only
-zeros means that what was seen before no longer counts.
+Clipping, unscaling and a loop's own arithmetic multiply gradients between the backward pass and the
+update. κ is measured from this step's own sums, at every step, for every parameter:
+
+    κ = (E · g) / (E · E)           E: the sum of patterns, g: the gradient itself, both along v
+
+Nearly always it is one number for all parameters, and a number of the dtype of training; then it is
+that very number, for a replay reaches the very bits only with it.
+
+Why it is hard: κ = 1 must come out as exactly 1, and 0.9999 must not. What remains of the gradient
+after κ E is taken away says how uncertain κ is, and decides. It does so even under autocast, where
+the worst case of rounding is six percent, and what is really there a thousandth of that.
 """
 
 from __future__ import annotations
 
-from dualform.layers import Layer
-from dualform.recording.clerk import Clerk
-from dualform.recording.parameters import Parameters, Watched, is_reset
-from dualform.recording.sink import Sink
+from dataclasses import dataclass
+
+import numpy as np
+
+from dualform.recording.watched import Flags, Reals, Watch
+
+ERRORS = 8.0
+"""How many standard errors κ may be from 1 and still be 1."""
+
+FEW = 8
+"""From so many rows on the standard error can be trusted; below, the bound of rounding decides."""
+
+SINGLE = 2.0**-24
+
+LEAST = 64 * 2.0**-149
+"""Below this float32 has no digits left, so nothing can be said of a difference."""
 
 
-class Gradients:
-    """Follows the accumulation of every layer's gradients through one step after the other."""
+@dataclass(frozen=True)
+class Explained:
+    """What was found of every parameter: the factor, whether its patterns explain the gradient."""
 
-    def __init__(self, parameters: Parameters, sink: Sink, clerk: Clerk) -> None:
-        self._parameters = parameters
-        self._sink, self._clerk = sink, clerk
-        self._step = 0
-        self._trained: dict[Layer, list[Watched]] = {}
+    kappa: Reals
+    is_explained: Flags
+    off: Reals
+    """How large what patterns leave of the gradient is, along v."""
 
-    def next_step(self) -> None:
-        self._trained = {}
 
-    def notice(self, layer: Layer, backward: int, step: int) -> tuple[int, list[Watched]]:
-        """Before a backward pass adds to a layer's gradients: what of them was thrown away.
+def explain(watch: Watch, moving: Flags, room: Reals) -> Explained:
+    """Compare the gradients that an optimizer is about to use with what their patterns sum to.
 
-        How many patterns are taken back, and whose gradients begin anew.
-        """
-        self._step = step
-        dropped, anew = 0, []
-        for watched in self._parameters.of_layer(layer):
-            if watched.backward == backward or not watched.parameter.requires_grad:
-                continue
-            watched.backward = backward
-            if not self._starts_anew(watched):
-                continue
-            if watched.seen != step:
-                anew.append(watched)
-            elif (taken := self._take_back(watched)) is not None:
-                dropped += taken
-                anew.append(watched)
-        return dropped, anew
+    `room` is how far each sum may be off by rounding.
+    """
+    E, g, fold = watch.E, watch.seen, watch.fold
+    squares, products, difference = fold(E * E), fold(E * g), g - E
+    rest = fold(difference * difference)
+    size = np.sqrt(squares)
+    here = moving & watch.resolved & ~watch.unknown
+    sure = here & (size > room)
+    kappa = np.ones(len(watch))
+    if sure.any():
+        _measure(watch, (squares, products, rest), room / np.maximum(size, 1e-150), sure, kappa)
+        if (kappa != 1.0).any():
+            rest = fold((g - kappa[watch.owner] * E) ** 2)
+    off = np.sqrt(rest)
+    is_explained = here & (off <= room * np.abs(kappa) + LEAST)
+    return Explained(kappa, is_explained, off)
 
-    def _starts_anew(self, watched: Watched) -> bool:
-        """Whether the gradient was thrown away: there is none, or only zeros.
 
-        Zeros may also be what the patterns of this step sum to (a dead layer): then nothing was.
-        """
-        gradient = watched.parameter.grad
-        if not is_reset(gradient):
-            return False
-        if gradient is None or watched.seen != self._step:
-            return True
-        self._clerk.wait()
-        return not watched.expects_nothing
+def _measure(
+    watch: Watch, sums: tuple[Reals, Reals, Reals], room: Reals, sure: Flags, kappa: Reals
+) -> None:
+    """Measure κ where the sums are more than rounding: one for all if that fits, else each.
 
-    def _take_back(self, watched: Watched) -> int | None:
-        """Drop the patterns of this step whose gradient was thrown away: the step was skipped.
+    What a factor leaves of the gradient is ‖g − E‖² − (κ − 1)² ‖E‖² if it is the best there is.
+    """
+    squares, products, rest = (rows[sure] for rows in sums)
+    room, rows, u = room[sure], watch.rows[sure], watch.u[sure]
+    own = products / squares
+    weight = 1.0 / (room * room * squares)
+    weight /= weight.max()
+    among = weight * squares
+    common = float((weight * products).sum() / among.sum())
+    if (np.abs(own - common) <= room * abs(common)).all():
+        left = float((weight * rest).sum() / among.sum()) - (common - 1.0) ** 2
+        count = int(rows.sum())
+        wrong = (max(left, 0.0) / max(1, count - 1)) ** 0.5
+        kappa[:] = settled(common, wrong if count >= FEW else room.min() / ERRORS, u.max())
+        return
+    each = np.maximum(rest / squares - (own - 1.0) ** 2, 0.0)
+    errors = np.where(rows >= FEW, np.sqrt(each / np.maximum(1, rows - 1)), room / ERRORS)
+    kappa[sure] = [settled(*one) for one in zip(own, errors, u, strict=True)]
 
-        None if another parameter's gradient still holds them. They stay in the audit's sum then,
-        and an update by what came after them is one that cannot be explained. One whose patterns
-        sum to nothing (a bias before BatchNorm) has zeros either way, and goes along.
-        """
-        self._clerk.wait()
-        held = self._sink.patterns_of_step()
-        layers = [layer for layer in watched.layers if layer in held]
-        parts = [part for layer in layers for part in self._parameters.of_layer(layer)]
-        if not all(is_reset(p.parameter.grad) for p in parts if p.parameter.requires_grad):
-            return None
-        for part in parts:
-            part.forget(self._step)
-        for layer in layers:
-            self._trained.pop(layer, None)
-        return sum(self._sink.rewind(layer) for layer in layers)
 
-    def change_of_trained(self, layer: Layer, trained: list[Watched]) -> str | None:
-        """All patterns of a layer in one step go to the same parameters: what is wrong if not."""
-        before = self._trained.setdefault(layer, trained)
-        if before == trained:
-            return None
-        then, now = (", ".join(w.name for w in which) for which in (before, trained))
-        return (
-            f"layer {layer.name!r} trained {then} in an earlier backward pass of this step and "
-            f"trains {now} now. Freeze and unfreeze between steps."
-        )
+def settled(kappa: float, wrong: float, u: float) -> float:
+    """The factor that was meant: 1 if it is that within its error, else a number of the dtype."""
+    if abs(kappa - 1.0) <= ERRORS * wrong + 4 * u:
+        return 1.0
+    return float(kappa) if u < SINGLE else float(np.float32(kappa))

@@ -1,58 +1,64 @@
-"""Following a training run, step by step, without changing a bit of it.
+"""Following a training run without changing a bit of it: the context manager that users hold.
 
-A *step* collects everything between two updates: forward and backward passes, however many, and the
-optimizer's own step (or several optimizers' steps in a row). The recorder hears of patterns from
-`capture.py`, reads every gradient just before the optimizer uses it, lets `audit.py` compare the
-two, and closes the step when the optimizer is done. Only then do its patterns count.
+It begins, tags, flushes and ends, and connects torch's hooks with the files that do the work:
+`passes.py` (what a backward pass brings) and `updates.py` (what an optimizer's step does).
 
-Why it is hard: gradients may be accumulated over micro-batches, carried over steps of another
-optimizer, dropped by a loss scaler, reset by hand, clipped, or missing; each parameter may fare
-differently. The recorder never asks what the loop meant. It looks at `.grad`: what is in it now,
-since which step, and by which factor.
+Why it is hard: a run may end anywhere. By Ctrl-C in the middle of an update, by an exception under
+way, in a forked process that inherited the recorder; by a loop that puts other weights into the
+model after its last update. Whatever happens, every step that was complete is written.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import warnings
-from collections.abc import Iterable, Sequence
+import os
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from dualform.errors import AuditError, RecordingError
-from dualform.layers import Layer, NamePatterns, chosen_names, find_layers, is_chosen
-from dualform.layers.naming import possible_names
-from dualform.learning_rules import unknown_rule
-from dualform.memory.writing import MemoryWriter
-from dualform.recording.buffers import BufferWatch
-from dualform.recording.capture import Capture, running_pass
-from dualform.recording.clerk import Clerk
-from dualform.recording.closures import read_before_moving
-from dualform.recording.commits import Commits
-from dualform.recording.description import describe
+from dualform.errors import RecordingError
+from dualform.layers import (
+    Capture,
+    Keep,
+    Layer,
+    find_layers,
+    possible_names,
+    reasons_for_values,
+)
+from dualform.layers import kinds as layer_kinds
+from dualform.memory.writing import MemoryWriter, environment
+from dualform.recording.contents import Contents
 from dualform.recording.findings import Findings
-from dualform.recording.fingerprints import Fingerprints
-from dualform.recording.graph import GraphCapture
-from dualform.recording.intake import Intake
 from dualform.recording.interrupts import Interrupts
-from dualform.recording.opaque import refuse_opaque
-from dualform.recording.optimizer_state import OptimizerStates
-from dualform.recording.parameters import Parameters, Watched, is_reset
+from dualform.recording.kept import Keeper, States
+from dualform.recording.line import Line
+from dualform.recording.passes import Passes
 from dualform.recording.recurring import Recurring
-from dualform.recording.resuming import Resumption, reopen, started
-from dualform.recording.sink import SETS, DiskSink, Sink
-from dualform.recording.steps import Steps
-from dualform.recording.storage import Storage
+from dualform.recording.regions import Region
+from dualform.recording.resuming import Resumption, phase, reopened
+from dualform.recording.sink import Sink
 from dualform.recording.tags import Context, Tag, Tags
-from dualform.recording.unused import Unused
+from dualform.recording.updates import ANCHOR, Updates
+from dualform.recording.watched import Site, Watch
+from dualform.recording.worker import Worker
+
+if TYPE_CHECKING:
+    from dualform.recording.entry import Options
 
 logger = logging.getLogger("dualform")
+
+ROWS = 1 << 20
+"""About how many bytes a part's first region takes."""
 
 
 class Recorder:
@@ -66,38 +72,17 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        path: Path,
-        *,
-        layers: NamePatterns,
-        audit: str,
-        every: int,
-        overwrite: bool,
-        resume: bool | str,
-        step_budget: int,
-        state_share: float,
-        snapshot_every: int,
-        segment_bytes: int,
-        storage: Storage,
+        self, model: nn.Module, optimizers: list[Optimizer], path: Path, options: Options
     ) -> None:
-        self._model, self._optimizers, self._path = model, list(optimizers), path
-        self._chosen, self._strict, self._every = layers, audit == "raise", every
-        self._findings = Findings(strict=self._strict)
-        self._overwrite, self._resume = overwrite, resume
-        self._phases: list[dict[str, Any]] = []
-        self._snapshot_every, self._segment_bytes = snapshot_every, segment_bytes
-        self._storage, self._step_budget, self._state_share = storage, step_budget, state_share
-        self._lock, self._interrupts, self._clerk = threading.RLock(), Interrupts(), Clerk()
+        self._model, self._optimizers, self._path = model, optimizers, path
+        self._options = options
+        self._state = "new"
+        self._findings = Findings(options.audit)
+        self._interrupts = Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
-        self._updates = 0  # of any optimizer: no tag outlives the next one
-        self._state = "new"
-        self._first_use: dict[Layer, int] = {}
-        self._calls = 0  # of any layer, in the step under way
-        self._changed: dict[str, Tensor] = {}
-        self._flush_due = False
+        self._calls, self._count = 0, 0
+        self._parts: _Parts
 
     # -- what users see -------------------------------------------------------------------------
 
@@ -109,6 +94,7 @@ class Recorder:
         try:
             self._begin()
             self._state = "recording"
+            _recording.add(self)
             self._interrupts.release()
         except BaseException as error:
             if self._state == "recording":  # Ctrl-C came just now
@@ -123,27 +109,14 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._state != "recording":  # a forked process: there is nothing of ours here
+            return
         self._interrupts.hold()
-        self._remove_hooks()
-        self._state, self._commits.ended = "ended", True
+        self._state = "ended"
+        parts = self._parts
+        parts.remove_hooks()
         try:
-            try:
-                with self._lock:
-                    self._clerk.wait(quietly=kind is not None)
-                    self._steps.apply_interrupted()
-                    if self._steps.stepped:
-                        self._changed |= self._buffers.changes()
-                        self._close_step()
-                    self._unused.drop_at_the_end()
-            finally:
-                if kind is not None:
-                    self._findings.remark(f"the training loop was ended by {kind.__name__}")
-                if self._buffers.changes():
-                    self._findings.remark(
-                        "buffers changed after the last update (forward passes in training mode); "
-                        "the memory holds those of the last update"
-                    )
-                self._sink.close()
+            parts.sink.close(lambda: self._end(kind))
             if kind is None:
                 self._findings.raise_trouble()
         except BaseException:
@@ -154,9 +127,8 @@ class Recorder:
             with ExitStack() as ending:  # from below: all of it, even if Ctrl-C comes once more
                 ending.callback(self._interrupts.release)
                 ending.callback(self._interrupts.remove)
-                ending.callback(self._writer.release)
-                ending.callback(self._steps.accountant.close)
-                ending.callback(self._clerk.close)
+                ending.callback(parts.writer.release)
+                ending.callback(parts.passes.worker.close)
 
     def tag(self, **columns: Any) -> None:
         """Name the patterns of the batch that is about to be fed: ids, labels, tasks, anything.
@@ -168,308 +140,307 @@ class Recorder:
             >>> recorder.tag(example=[3, 1, 4], label=[0, 7, 7], task="digits")   # doctest: +SKIP
         """
         self._must_be_recording("tag")
-        with self._lock:
-            self._tag = self._tags.make(self._updates, columns)
+        self._tag = self._tags.make(self._count, columns)
 
     def flush(self) -> None:
         """Commit every complete step and wait until it is on disk for good.
 
-        What is accumulated is kept with it: call this where you save a checkpoint to resume from.
-        Between a backward pass and its update nothing can be cut off: the commit comes after it.
+        Call this where you save a checkpoint to resume from. Patterns that no update has used yet
+        stay in memory until one does.
 
         Example:
             >>> recorder.flush()   # doctest: +SKIP
         """
         self._must_be_recording("flush")
-        with self._interrupts.held(), self._lock:
-            self._clerk.wait()
-            if self._steps.stepped:  # one of several optimizers has moved: that is a step
-                self._changed |= self._buffers.changes()
-                self._close_step()
-            self._flush_due = self._awaits_update()
-            if not self._flush_due:
-                self._commit_all()
-        self._sink.wait()
+        with self._interrupts.held():
+            parts = self._parts
+            if parts.updates.is_under_way:  # one of several optimizers has moved: that is a step
+                parts.updates.close_step()
+            if not parts.keeper.states.changed().any():  # others may stand in for an evaluation
+                self._keep_state()
+            self._commit()
+        self._parts.sink.wait()
         self._findings.raise_trouble()
 
     @property
     def steps(self) -> int:
         """How many updates have been recorded."""
-        return self._steps.step if self._state != "new" else 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether everything so far is explained."""
-        return self._findings.exact
+        return 0 if self._state == "new" else self._parts.updates.step
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What was dropped or could not be explained so far, in sentences."""
-        return self._findings.remarks
+        return tuple(self._findings.remarks)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """The most the recorder's buffers take, besides three times the largest single step."""
-        return SETS * self._segment_bytes
-
-    # -- the beginning and the end --------------------------------------------------------------
+    # -- the beginning --------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        unknown = unknown_rule(self._optimizers)
-        if unknown is not None:
-            if self._strict:
-                raise AuditError(unknown[1])
-            self._findings.not_exact(f"the learning rule of {unknown[0]} is not known")
-        found, others = find_layers(self._model), possible_names(self._model)
-        names = (layer.name for layer in found)
-        chosen = chosen_names(names, self._chosen, "layers", others, none=True)
-        self._layers = {la: module for la, module in found.items() if la.name in chosen}
-        refuse_opaque(self._model, self._chosen)
-        self._storage.check(self._layers, (n for n in others if is_chosen(n, self._chosen)))
+        options, model = self._options, self._model
+        keep = Keep(options.keep)
+        found = find_layers(model)
+        watch = Watch(model)
         with ExitStack() as undo:
-            resumed = reopen(self._path, undo) if self._resume else None
-            for layer in [] if resumed is None else resumed.without_module(found):
-                if is_chosen(layer.name, self._chosen):
-                    self._layers[layer] = self._model
-            self._prepare(unknown is None, found, resumed)
+            resumed = reopened(self._path, undo) if options.resume else None
+            states = States(watch, self._optimizers)
+            sites: dict[Layer, Site] = {}
+            for layer in found:
+                add_site(sites, watch, layer, keep)
+            keep.check(found, possible_names(model))
             if resumed is None:
-                self._writer = MemoryWriter(self._path, overwrite=self._overwrite)
-                undo.callback(self._writer.release)
-                self._phases = started(self._parameters)
-                initial: dict[str, Any] = dict(self._parameters.initial())
-                initial |= {f"buffers/{name}": b for name, b in self._buffers.values.items()}
-                self._writer.begin(initial, self._description())
+                writer = MemoryWriter(self._path, overwrite=options.overwrite)
+                undo.callback(writer.release)
+                step = 0
             else:
-                self._go_on(resumed)
-            known = None if resumed is None else resumed.stored_keys
-            recurring = Recurring(lambda layer: self._capture.is_given(layer), known)
-            self._sink: Sink = DiskSink(
-                self._writer,
-                self._commits.gather,
-                lambda layer: self._parameters.by_name[layer.weight].dtype,
-                self._storage,
-                owes=lambda: self._commits.owes_sums,
-                segment_bytes=self._segment_bytes,
-                first_step=self._steps.step,
-                fold=recurring.fold,
+                resumed.compare(model, sites, options)
+                writer, step = resumed.writer, resumed.find(watch, states, options)
+            worker = Worker("dualform-worker")
+            undo.callback(worker.close)
+            passes = Passes(watch, worker)
+            passes.sites = sites
+            for name, why in reasons_for_values(model, sites).items():
+                watch.by_name[name].why = why
+            watch.resolve()
+            keeper = Keeper(watch, states, model, worker, self._findings)
+            updates = Updates(
+                watch, passes, keeper, self._findings, self._optimizers, options.every
             )
+            updates.go_on(step)
+            if resumed is not None:
+                resumed.restore(self._tags, self._findings, updates, states, step)
+                self._tag = self._tags.forgotten()
+            capture = Capture(
+                model,
+                {layer: module for layer, module in found.items() if layer in sites},
+                on_use=passes.take,
+                on_new_layer=lambda layer: self._add(layer, keep),
+                on_values=self._make_values,
+                context=self._context,
+                by_examples=lambda layer: sites[layer].keep == "examples",
+            )
+            declined = {layer.weight for layer in found if layer not in sites}
+            capture.are_values |= declined - {layer.weight for layer in sites}
+            recurring = Recurring(None if resumed is None else resumed.stored_keys)
+            contents = Contents(watch, sites, self._tags.kinds, options.stored, recurring)
+            sink = Sink(writer, sites, contents, options.segment_bytes, step)
+            self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
+            updates.on_step = self._on_step
+            for w in watch:
+                watch.unknown[w.index] = w.tensor.grad is not None
+            writer.begin(self._description(resumed, step))
+            keeper.begin(step)
+            states.take()
+            states.remember(step)
+            capture.start()
+            self._parts.handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
             undo.pop_all()
-        if unknown is None and any(w.rule is not None for w in self._parameters):
-            self._steps.states = OptimizerStates(self._state_share, lambda: self._sink.collected)
-        self._intake = Intake(
-            self._parameters, self._steps, self._sink, self._findings, self._clerk
-        )
-        self._unused = Unused(
-            self._parameters, self._steps, self._sink, self._findings, self._clerk, self._every
-        )
-        self._capture = Capture(
-            self._layers, self._context, self._on_patterns, self._storage.keeps_error_signals
-        )
-        self._graph = GraphCapture(
-            self._model, self._layers, self._parameters, self._capture, self._sink, self._chosen
-        )
-        self._handles = [o.register_step_pre_hook(self._before_step) for o in self._optimizers]
-        self._handles += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
 
-    def _prepare(
-        self, known_rules: bool, found: Iterable[Layer], resumed: Resumption | None
-    ) -> None:
-        """Look at the model and the optimizers; nothing is written."""
-        if resumed is not None:
-            resumed.compare(self._model, self._layers, every=self._every, strict=self._strict)
-        directions = None if resumed is None else resumed.directions
-        self._parameters = Parameters(self._model, self._layers, self._optimizers, directions)
-        self._parameters.resolve(self._storage.keeps_error_signals)
-        self._parameters.keep_to_steps(la for la in found if la not in self._layers)
-        self._parameters.refuse_sharing(self._optimizers)
-        if known_rules and self._every > 1:
-            self._parameters.refuse_gaps()
-        self._buffers = BufferWatch(self._model)
-        self._steps = Steps(
-            self._parameters,
-            self._optimizers,
-            self._path,
-            step_budget=self._step_budget,
-            every=self._every,
-            known_rules=known_rules,
-            without_patterns=self._without_patterns,
-            findings=self._findings,
-            clerk=self._clerk,
-        )
-        self._commits = Commits(
-            self._steps,
-            self._parameters,
-            Fingerprints(self._parameters, self._optimizers, self._clerk, self._steps.accountant),
-            self._tags,
-            self._description,
-            snapshot_every=self._snapshot_every,
-            segment_bytes=self._segment_bytes,
-        )
+    def _add(self, layer: Layer, keep: Keep) -> bool:
+        """Take up a weight that is used past its module, seen for the first time."""
+        parts = self._parts
+        if not add_site(parts.passes.sites, parts.watch, layer, keep):
+            return False
+        for name in layer.parameters:
+            parts.watch.resolve_one(parts.watch.by_name[name])
+        return True
 
-    def _go_on(self, resumed: Resumption) -> None:
-        """A memory that is there: find the step, restore what was known then, cut it back."""
-        self._writer = resumed.writer
-        self._steps.step = resumed.find(self._parameters, even_the_first=self._resume == "rewind")
-        self._commits.go_on()
-        resumed.restore(
-            self._parameters,
-            self._layers,
-            self._steps.accounts,
-            self._tags,
-            self._buffers,
-            self._findings,
-        )
-        self._tag = self._tags.forgotten()
-        self._first_use = {layer: i for i, layer in enumerate(resumed.used(self._layers))}
-        self._phases = resumed.phases
-        resumed.rewind(self._description())
+    def _make_values(self, parameter: str, reason: str) -> None:
+        """Keep a parameter as values: it is used in a way that has no patterns."""
+        watch = self._parts.watch
+        w = watch.by_name[parameter]
+        if watch.resolved[w.index]:
+            watch.make_values(w, reason)
+            self._findings.warn(f"{parameter!r} {reason}; it is kept as values, without patterns")
 
-    def _remove_hooks(self) -> None:
-        self._graph.remove()
-        self._capture.remove()
-        for handle in self._handles:
-            handle.remove()
+    def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
+        parts, options = self._parts, self._options
+        stored = options.stored
+        return {
+            "every": options.every,
+            "stored": str(stored or torch.float32).removeprefix("torch."),
+            "environment": environment(),
+            "parameters": [
+                {
+                    "name": w.name,
+                    "shape": list(w.tensor.shape),
+                    "dtype": str(w.tensor.dtype).removeprefix("torch."),
+                    **parts.watch.coverage(w),
+                }
+                for w in parts.watch
+            ],
+            "buffers": parts.keeper.describe_buffers(),
+            "phases": [
+                *([] if resumed is None else resumed.phases),
+                phase(step, None if resumed is None else resumed.ended),
+            ],
+        }
+
+    # -- torch's hooks --------------------------------------------------------------------------
+
+    def _context(self) -> Context:
+        """What is true of a forward call: its tag, whether that is stale, which call it is."""
+        self._calls += 1
+        tag = self._tag
+        return Context(tag, tag is not None and tag.update != self._count, self._calls)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        updates = self._parts.updates
+        if self._state != "recording" or not updates.holds(optimizer):
+            return None
+        self._interrupts.hold()  # until the update is written down, in _after
+        try:
+            return updates.before(optimizer, args, kwargs)
+        except BaseException:
+            self._interrupts.release()
+            raise
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        updates = self._parts.updates
+        if self._state != "recording" or not updates.holds(optimizer):
+            return
+        try:
+            self._count += 1
+            updates.after(optimizer)
+        finally:
+            if not updates.is_open:
+                self._interrupts.release()
+        self._findings.raise_trouble()
+
+    def _on_step(self, line: Line) -> None:
+        """A step is over: it counts, and may be the one to commit."""
+        parts = self._parts
+        parts.sink.end_step(line)
+        parts.capture.next_step()
+        parts.keeper.recorded = parts.passes.bytes
+        step = parts.updates.step
+        if parts.keeper.due or step % ANCHOR == 0:
+            self._keep_state()
+        if parts.sink.is_due(parts.passes.bytes) and self._state == "recording":
+            self._commit()
+
+    def _keep_state(self, *, keep: bool = False) -> None:
+        updates = self._parts.updates
+        self._parts.keeper.anchor(updates.step, updates.settings.settings, keep=keep)
+
+    def _commit(self) -> None:
+        parts = self._parts
+        parts.passes.worker.wait()
+        parts.sink.commit(parts.keeper.take(), self._news())
+
+    def _news(self) -> dict[str, Any]:
+        parts = self._parts
+        return {
+            **self._findings.news(),
+            **parts.updates.news(),
+            **parts.watch.news(),
+            "columns": dict(self._tags.kinds),
+            "strings": self._tags.new_strings(),
+        }
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _end(self, kind: type[BaseException] | None) -> list[str]:
+        """Write what is complete; what stands after it is a remark and nothing more."""
+        parts = self._parts
+        updates, keeper = parts.updates, parts.keeper
+        known = len(self._findings.remarks)
+        if kind is not None:
+            self._findings.remark(f"the training loop was ended by {kind.__name__}")
+        try:
+            parts.passes.finish()
+            if updates.is_under_way:
+                updates.close_step()
+            self._keep_last_state()
+        finally:
+            if parts.sink.lines or keeper.kept:
+                self._commit()
+                known = len(self._findings.remarks)
+        return self._findings.remarks[known:]
+
+    def _keep_last_state(self) -> None:
+        """Keep weights and states as the last update left them, if they are still that."""
+        updates, keeper = self._parts.updates, self._parts.keeper
+        if not keeper.states.changed().any():
+            self._keep_state(keep=True)
+            return
+        back = keeper.states.restored()
+        where = "" if back is None else f": they are those of step {back}"
+        self._findings.remark(
+            f"weights were changed after update {updates.step}, where the memory ends{where}"
+        )
 
     def _must_be_recording(self, verb: str) -> None:
+        if self._state == "forked":
+            raise RecordingError(
+                f"{verb}() was called in a process forked from the one that records; what is "
+                "trained here is not recorded: only the process that began the recording writes"
+            )
         if self._state != "recording":
             raise RecordingError(
                 f"recorder.{verb}(...) was called {'before' if self._state == 'new' else 'after'} "
                 "the recording; call it inside `with dualform.record(...) as recorder:`"
             )
 
-    # -- patterns -------------------------------------------------------------------------------
+    def _abandon(self) -> None:
+        """In a forked process: forget the recording. It has no threads here, and no lock."""
+        self._state = "forked"
+        self._parts.remove_hooks()
+        self._interrupts.remove()
 
-    def _context(self, layer: Layer) -> Context:
-        """What is true of a forward call: its tag, and whether that is stale; which call it is."""
-        self._calls = call = self._calls + 1
-        if layer not in self._first_use:
-            self._first_use[layer] = len(self._first_use)
-        if self._steps.accountant.is_due:
-            self._steps.accountant.wake()
-        tag = self._tag
-        stale = tag is not None and tag.update != self._updates
-        return tag, stale, call, running_pass() != -1
 
-    def _on_patterns(
+class _Parts:
+    """What works together while a recording is under way."""
+
+    def __init__(
         self,
-        layer: Layer,
-        keys: Tensor,
-        error_signals: Tensor,
-        shape: tuple[int, ...],
-        context: Context,
-        backward: int,
+        watch: Watch,
+        passes: Passes,
+        updates: Updates,
+        keeper: Keeper,
+        capture: Capture,
+        writer: MemoryWriter,
+        sink: Sink,
     ) -> None:
-        with self._lock:
-            if self._steps.stepped:  # an optimizer has moved since: a new step begins
-                with self._interrupts.held():
-                    self._clerk.wait()
-                    self._close_step()
-            self._intake.take(layer, keys, error_signals, shape, context, backward)
+        self.watch, self.passes, self.updates, self.keeper = watch, passes, updates, keeper
+        self.capture, self.writer, self.sink = capture, writer, sink
+        self.handles: list[Any] = []
 
-    def _without_patterns(self, watched: Watched) -> None:
-        """A layer whose parameters get gradients past its module: called functionally, compiled."""
-        seen = [layer for layer in watched.layers if layer in self._layers]
-        for layer in seen:
-            self._capture.forget(layer)
-            self._layers.pop(layer)
-        if seen:
-            warnings.warn(
-                f"dualform: layer {seen[0].name!r} was never called as a module, yet got a "
-                "gradient (its weight is used directly, the gradient is from before recording "
-                "began, or the model is compiled or transformed); it is accounted for step by "
-                "step, without patterns",
-                stacklevel=2,
-            )
+    def remove_hooks(self) -> None:
+        """Leave nothing behind in torch."""
+        self.capture.remove()
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
-    # -- the optimizer's step -------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return read_before_moving(lambda: self._read(optimizer), args, kwargs)
+def add_site(sites: dict[Layer, Site], watch: Watch, layer: Layer, keep: Keep) -> bool:
+    """Make a place for a layer's rows; False if it is to be kept as values."""
+    kind = layer_kinds.of(layer.kind)
+    word = keep.word(layer)
+    weight = watch.by_name[layer.weight]
+    bias = None if layer.bias is None else watch.by_name[layer.bias]
+    site = Site(layer, kind, word, weight, bias)
+    if word == "values":
+        for _, w in site.parameters:
+            w.why = f"keep= asks for values of layer {layer.name!r}"
+        return False
+    for part, (width, dtype) in site.widths().items():
+        site.parts[part] = Region(width, dtype, max(1, ROWS // max(1, width * dtype.itemsize)))
+    sites[layer] = site
+    for _, w in site.parameters:
+        w.sites.append(site)
+    return True
 
-    def _read(self, optimizer: Optimizer) -> None:
-        self._interrupts.hold()  # until the update is written down, in _after_step
-        try:
-            with self._lock:
-                if self._steps.has_moved(optimizer):  # twice without a backward pass in between
-                    self._clerk.wait()
-                    self._close_step()
-                self._clerk.wait()
-                self._intake.refuse_changed()
-                self._unused.look_for_left_over(optimizer)
-                self._steps.read(optimizer)
-        except BaseException:
-            self._interrupts.release()
-            raise
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        try:
-            with self._lock:
-                self._updates += 1
-                self._steps.apply()
-                self._changed |= self._buffers.changes()
-                if self._steps.is_over:
-                    self._close_step()
-        finally:
-            self._interrupts.release()
-        self._findings.raise_trouble()
+_recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
-    def _close_step(self) -> None:
-        """The step is over: its patterns and its log become part of the memory.
 
-        The clerk may still be following where the update put the weights, and nothing else.
-        """
-        audits = self._parameters.audits
-        if audits.are_behind:
-            self._clerk.wait()
-            audits.catch_up()
-        if self._every > 1 or not self._steps.all_moved:
-            self._unused.drop()
-        if audits.have_seen:
-            self._clerk.then(audits.settle, self._steps.step)
-        record, gradients, states = self._steps.close()
-        changed, self._changed = self._changed, {}
-        self._calls = 0
-        self._capture.needs_error_signals = (
-            self._steps.begins_round or self._steps.some_are_untrained or self._intake.had_many
-        )
-        self._intake.next_step()
-        self._graph.next_step()
-        self._sink.end_step(record, gradients, changed, states)
-        self._commits.keep_up()
-        if self._state == "ended":  # the last commit comes when the memory is closed
-            return
-        if self._flush_due:
-            self._commit_all()
-        elif self._sink.is_due or self._commits.is_due:
-            self._sink.commit()
+def _abandon_all() -> None:
+    for recorder in list(_recording):
+        recorder._abandon()
 
-    def _commit_all(self) -> None:
-        """A commit that also carries what is accumulated."""
-        self._commits.flushing, self._flush_due = True, False
-        try:
-            self._sink.commit()
-        finally:
-            self._commits.flushing = False
 
-    def _awaits_update(self) -> bool:
-        """Whether patterns have come since the last update whose gradient was not thrown away."""
-        held = self._sink.patterns_of_step()
-        parts = (part for layer in held for part in self._parameters.of_layer(layer))
-        return not all(is_reset(part.parameter.grad) for part in parts)
-
-    def _description(self) -> dict[str, Any]:
-        layers = [la for la in self._first_use if la in self._layers]
-        return describe(
-            self._optimizers,
-            self._parameters,
-            layers,
-            self._tags.kinds,
-            self._steps.accounts.since,
-            self._storage,
-        ) | {
-            "exact": self._findings.exact,
-            "every": self._every,
-            "phases": self._phases,
-            "remarks": list(self.remarks),
-            "buffers": self._buffers.describe(),
-        }
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

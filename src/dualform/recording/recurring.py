@@ -47,19 +47,14 @@ class Folded(NamedTuple):
 
 
 class Recurring:
-    """What each layer's stored rows are, over all segments of a memory.
+    """What each layer's stored rows are, over all segments; `known`: those of a resumed memory."""
 
-    `may` says of which layers keys may come again, `known` what a resumed memory holds of them.
-    """
-
-    def __init__(self, may: Callable[[Layer], bool], known: Known | None = None) -> None:
-        self._may, self._known = may, known
+    def __init__(self, known: Known | None = None) -> None:
+        self._known = known
         self._index: dict[Layer, RowIndex | None] = {}
 
     def fold(self, layer: Layer, rows: Tensor) -> Folded | None:
-        """The rows of one segment; None if they cannot recur, or too many are different."""
-        if not self._may(layer):
-            return None
+        """The rows of one segment; None if too many are different."""
         if layer not in self._index:
             self._index[layer] = begun = RowIndex()
             for stored in () if self._known is None else self._known(layer):

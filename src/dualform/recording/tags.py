@@ -33,12 +33,12 @@ KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": 
 class Tag:
     """The columns given by one call of `recorder.tag`, as stored: int64 or float64.
 
-    They may be tensors until somebody asks for them, which is seldom the training thread.
+    They may stay tensors until their values are asked for, seldom on the training thread.
     """
 
     given: dict[str, NDArray[Any] | Tensor]
     update: int
-    microbatch: int
+    """How many updates there had been when it was given: no tag outlives the next one."""
     _columns: dict[str, NDArray[Any]] | None = None
     _fits: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -69,16 +69,9 @@ class Tag:
                 )
         self._fits.add(shape)
 
-    def is_of(self, tokens: Tensor, shape: tuple[int, ...]) -> bool:
-        """Whether tokens that were looked up are those of the batch, one or more per example.
-
-        Positions are looked up once for all examples: 0, 1, 2, ... in order, or in another shape.
-        Their patterns belong to no example, and get no tag.
-        """
-        if not all(_fits(values, shape) for values in self.columns.values()):
-            return False
-        in_order = torch.arange(len(tokens)).to(tokens)
-        return not (len(shape) == 1 and len(tokens) > 1 and torch.equal(tokens[:, 0], in_order))
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether every column can be laid over patterns of this leading shape."""
+        return all(_fits(values, shape) for values in self.columns.values())
 
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
@@ -95,47 +88,32 @@ class Tag:
         return rows // shape[0] if shape and shape[0] else 1
 
 
-Context = tuple["Tag | None", bool, int, bool]
-"""What is true of an input when it is fed, and may no longer be when it is differentiated.
+class Context(NamedTuple):
+    """What is true of an input when it is fed, and may no longer be when it is differentiated."""
 
-Its tag; whether that is stale; which call it is; whether it was fed amid a backward pass. A plain
-tuple: there is one for every call of every layer.
-"""
-
-
-class Visit(NamedTuple):
-    """One backward pass through one use of one layer.
-
-    `call` rises from one forward call to the next, of any layer; `numbered` counts.
-    """
-
-    step: int
-    microbatch: int
-    call: int
-    shape: tuple[int, ...]
     tag: Tag | None
+    is_stale: bool
+    """Whether an optimizer has moved since the tag was given."""
+    call: int
+    """Rises from one forward call to the next, of any layer."""
+
+    def fitting(self, layer: str, shape: tuple[int, ...], must_fit: bool) -> Tag | None:
+        """Return the tag of patterns of this leading shape; raise if it is not theirs."""
+        if self.tag is None or not (must_fit or self.tag.fits(shape)):
+            return None
+        if self.is_stale:
+            refuse_untagged(layer, shape)
+        self.tag.check(layer, shape)
+        return self.tag
 
 
-def refuse_untagged(layer: str, shape: tuple[int, ...], step: int) -> None:
+def refuse_untagged(layer: str, shape: tuple[int, ...]) -> None:
     """Raise `RecordingError`: a batch was fed without a tag, though earlier ones had one."""
     raise RecordingError(
-        f"layer {layer!r} saw a batch of leading shape {list(shape)} at step {step} that was not "
-        "tagged, though earlier batches were. Call recorder.tag(...) for every batch, before the "
+        f"layer {layer!r} saw a batch of leading shape {list(shape)} that was not tagged, though "
+        "earlier batches were. Call recorder.tag(...) for every batch, before the "
         "model is called"
     )
-
-
-def numbered(visits: Sequence[Visit]) -> tuple[Visit, ...]:
-    """The visits of a layer with its uses counted, 0, 1, ..., in the order of the forward calls.
-
-    Counted are those that one backward pass went through: a forward call that was never
-    differentiated has left no patterns, and is not one of them.
-    """
-    uses: dict[tuple[int, int], list[int]] = {}
-    for visit in visits:
-        uses.setdefault((visit.step, visit.microbatch), []).append(visit.call)
-    order = {key: sorted(set(calls)) for key, calls in uses.items()}
-    return tuple(v._replace(call=order[v.step, v.microbatch].index(v.call)) for v in visits)
 
 
 def _fits(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
@@ -162,32 +140,39 @@ def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None
     return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
 
 
-def expand(visits: Sequence[Visit], kinds: dict[str, str]) -> dict[str, NDArray[Any]]:
-    """The columns of a run of visits, one value per pattern."""
-    rows = [prod(visit.shape) for visit in visits]
-    columns: dict[str, NDArray[Any]] = {
-        name: np.repeat(np.array([getattr(v, name) for v in visits], np.int64), rows)
-        for name in ("step", "microbatch", "call")
-    }
-    per_example = [v.tag.positions(v.shape) if v.tag else _positions(v.shape) for v in visits]
-    if any(p > 1 for p in per_example):
-        columns["position"] = np.concatenate(
-            [
-                np.arange(n, dtype=np.int64) % max(1, p)
-                for n, p in zip(rows, per_example, strict=True)
-            ]
-        )
-    spread = [visit.tag.spread(visit.shape) if visit.tag else {} for visit in visits]
-    for name in {name for laid in spread for name in laid}:
+def lay_out(
+    uses: Sequence[tuple[Tag | None, tuple[int, ...]]], kinds: dict[str, str]
+) -> tuple[list[int], dict[str, NDArray[Any]]]:
+    """Lay tags over the rows of uses: where each begins in the columns (-1: no tag), the columns.
+
+    Uses with the same tag and leading shape share their rows.
+    """
+    begins: dict[tuple[int, tuple[int, ...]], int] = {}
+    found, laid, total = [], [], 0
+    for tag, shape in uses:
+        if tag is None:
+            found.append(-1)
+            continue
+        key = id(tag), shape
+        if key not in begins:
+            begins[key] = total
+            laid.append((tag.spread(shape), prod(shape)))
+            total += prod(shape)
+        found.append(begins[key])
+    columns = {}
+    for name in {name for spread, _ in laid for name in spread}:
         is_float = kinds[name] == "float"
         blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
         columns[name] = np.concatenate(
-            [laid.get(name, np.full(n, blank, dtype)) for laid, n in zip(spread, rows, strict=True)]
+            [spread.get(name, np.full(n, blank, dtype)) for spread, n in laid]
         )
-    return columns
+    return found, columns
 
 
-def _positions(shape: tuple[int, ...]) -> int:
+def positions(tag: Tag | None, shape: tuple[int, ...]) -> int:
+    """Count the patterns of each example in an input of this leading shape."""
+    if tag is not None:
+        return tag.positions(shape)
     return prod(shape) // shape[0] if shape and shape[0] else 1
 
 
@@ -198,7 +183,6 @@ class Tags:
         self.kinds: dict[str, str] = {}
         self._codes: dict[str, dict[str, int]] = {}
         self._written: dict[str, int] = {}
-        self._calls = 0
 
     def restore(self, kinds: dict[str, str], strings: dict[str, list[str]]) -> None:
         """A resumed run: the columns there are, and the strings already written."""
@@ -208,7 +192,7 @@ class Tags:
 
     def forgotten(self) -> Tag | None:
         """What is in force until the first tag after a resume; None if nothing was ever tagged."""
-        return Tag({}, -1, self._calls) if self.kinds else None
+        return Tag({}, -1) if self.kinds else None
 
     def make(self, update: int, columns: dict[str, Any]) -> Tag:
         """One call's columns, checked against each other and against earlier calls."""
@@ -225,9 +209,7 @@ class Tags:
             sizes = {name: kept.shape[0] for name, kept in stored.items() if kept.shape}
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
-        tag = Tag(stored, update, self._calls)
-        self._calls += 1
-        return tag
+        return Tag(stored, update)
 
     def _check_names(self, columns: dict[str, Any]) -> None:
         """Raise if names are new and cannot be used, or if one that was given before is missing."""

@@ -1,0 +1,122 @@
+"""Norms: what each example wrote into a gain and a bias, Σ δ ⊙ x̂ and Σ δ over its rows.
+
+A norm's gain multiplies the normalised input x̂ entry by entry, so a pattern is as long as the
+gain itself, and rows are kept per example. x̂ is computed anew from the input, by torch's own norm
+without gain and bias. There is no attention in such a layer, only contributions.
+
+Why it is hard: the rows' sum is not the gradient to the bit (torch adds all rows in one chain), and
+BatchNorm's statistics depend on all examples: they are treated as given, which is exact as an
+account, not what the image alone did. In evaluation mode it normalises with statistics of its own
+past: such calls have no rows by example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dualform.layers.kinds import Kind, NameOf, Shape, described, is_plain, register
+from dualform.layers.layer import Layer
+
+MOST_ENTRIES = 1 << 12
+"""Up to this many entries keep="auto" keeps rows by example: one costs as much as the gain."""
+
+Norm = Callable[[Layer, Tensor, Tensor | None, Tensor | None], Tensor]
+"""torch's own function: the layer, its input, gain and bias."""
+
+
+class NormKind(Kind):
+    """A norm with a gain. `channels`: the gain belongs to dimension 1, else to the last ones."""
+
+    words: ClassVar[tuple[str, ...]] = ("examples", "values")
+
+    def __init__(
+        self, name: str, modules: tuple[type[nn.Module], ...], norm: Norm, *, channels: bool = False
+    ) -> None:
+        self.name = name  # type: ignore[misc]
+        self.modules, self.norm, self.channels = modules, norm, channels
+
+    def recognises(self, module: nn.Module) -> bool:
+        return any(is_plain(module, kind) for kind in self.modules)
+
+    def layer(self, module: nn.Module, name: str, name_of: NameOf) -> Layer:
+        facts = {fact: value for fact, value in vars(module).items() if fact in FACTS}
+        return described(module, self.name, name, name_of, **facts)
+
+    def refuses(self, module: nn.Module) -> str | None:
+        if module.training or not hasattr(module, "running_mean"):
+            return None
+        return "normalises with running statistics (evaluation mode), which no example wrote"
+
+    def keep(self, layer: Layer) -> str:
+        return "examples" if prod(layer.shape) <= MOST_ENTRIES else "values"
+
+    def key_width(self, layer: Layer) -> int:
+        return 0
+
+    def shape_of(self, layer: Layer, role: str) -> Shape:
+        return layer.shape
+
+    def leading(self, given: Tensor) -> Shape:
+        return (given.shape[0], *given.shape[2:]) if self.channels else tuple(given.shape[:-1])
+
+    def examples(
+        self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
+    ) -> dict[str, Tensor]:
+        """Σ δ ⊙ x̂ and Σ δ over the rows of each example: [B, *shape of the gain]."""
+        with torch.no_grad():
+            both = {"weight": signal * self.norm(layer, given, None, None), "bias": signal}
+        return {role: self._summed(layer, rows, axis) for role, rows in both.items()}
+
+    def _summed(self, layer: Layer, rows: Tensor, axis: int) -> Tensor:
+        own = len(layer.shape)
+        if self.channels:
+            return rows.flatten(2).sum(2) if rows.dim() > 2 else rows
+        rows = rows.movedim(axis, 0) if rows.dim() > own else rows[None]
+        between = tuple(range(1, rows.dim() - own))
+        return rows.sum(between) if between else rows
+
+    def gradient(
+        self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
+    ) -> Tensor:
+        """torch's own backward, from the input as given (not rows) and its error signal."""
+        with torch.enable_grad():
+            gain = torch.ones(layer.shape, dtype=keys.dtype, device=keys.device, requires_grad=True)
+            bias = torch.zeros_like(gain, requires_grad=True)
+            output = self.norm(layer, keys.detach(), gain, bias)
+            wanted = gain if role == "weight" else bias
+            return torch.autograd.grad(output, wanted, signals)[0]
+
+
+FACTS = ("eps", "num_groups")
+"""What is kept of a module, to normalise its input again."""
+
+
+def _layer_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, layer.shape, gain, bias, layer.detail("eps"))
+
+
+def _rms_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.rms_norm(x, layer.shape, gain, layer.detail("eps"))
+
+
+def _group_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.group_norm(x, layer.detail("num_groups"), gain, bias, layer.detail("eps"))
+
+
+def _batch_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.batch_norm(x, None, None, gain, bias, True, 0.0, layer.detail("eps"))
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = [
+    register(NormKind("layer_norm", (nn.LayerNorm,), _layer_norm)),
+    register(NormKind("rms_norm", (nn.RMSNorm,), _rms_norm)),
+    register(NormKind("group_norm", (nn.GroupNorm,), _group_norm, channels=True)),
+    register(NormKind("batch_norm", BATCH_NORMS, _batch_norm, channels=True)),
+]

@@ -1,0 +1,147 @@
+"""A full segment as the format wants it: columns, 16 bits, recurring inputs once.
+
+This is the writer's work: the training run copies rows as they are, for rounding them costs more
+than that. float16 error signals are kept relative to the largest entry of their row; what 16 bits
+cannot hold is written in the dtype of training.
+
+Why it is hard: a certificate needs to know what rounding lost. It is measured here, use by use, of
+the sums that every gradient was compared with: the difference along the signs, and its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.layers import Layer
+from dualform.memory.content import SegmentContent
+from dualform.memory.narrowing import narrow
+from dualform.memory.tensor_files import TensorBytes, tensor_bytes
+from dualform.recording.line import Line, stacked
+from dualform.recording.recurring import Recurring
+from dualform.recording.regions import Region
+from dualform.recording.tags import lay_out, positions
+from dualform.recording.watched import Site, Use, Watch
+
+Regions = dict[tuple[Layer, str], Region]
+
+Lost = dict[str, NDArray[np.float64]]
+
+
+class Narrowed:
+    """One part of a layer's rows in the bits it is stored in."""
+
+    def __init__(self, region: Region, stored: torch.dtype | None, *, scaled: bool) -> None:
+        self.full = self.rows = region.filled
+        self.scales: Tensor | None = None
+        if stored is None or not region.dtype.is_floating_point or region.dtype.itemsize <= 2:
+            return
+        rows = torch.empty(self.full.shape, dtype=stored)
+        scales = torch.ones(len(rows)) if scaled and stored == torch.float16 else None
+        if narrow(self.full, rows, scales):
+            self.rows, self.scales = rows, scales
+
+    def read(self, here: slice) -> Tensor:
+        """Some rows as a reader will see them."""
+        rows = self.rows[here].to(self.full.dtype)
+        return rows if self.scales is None else rows * self.scales[here, None].to(rows.dtype)
+
+
+class Contents:
+    """Makes the content of segments; `stored` is the 16-bit type asked for, None for none."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        sites: dict[Layer, Site],
+        kinds: dict[str, str],
+        stored: torch.dtype | None,
+        recurring: Recurring,
+    ) -> None:
+        self._watch, self._sites, self._kinds = watch, sites, kinds
+        self._stored, self._recurring = stored, recurring
+
+    def content(
+        self, first: int, lines: list[Line], full: Regions, uses: dict[Layer, list[Use]]
+    ) -> SegmentContent:
+        """Lay out whole steps: rows, their uses, the columns of their tags, the log."""
+        used = {layer: found for layer, found in uses.items() if found}
+        rows: dict[str, list[tuple[str, TensorBytes]]] = {}
+        lost: dict[str, Lost] = {}
+        for layer, found in used.items():
+            site = self._sites[layer]
+            parts = {
+                part: Narrowed(full[layer, part], self._stored, scaled=part != "keys")
+                for part in site.parts
+            }
+            rows[layer.name] = [
+                tensor
+                for part, narrowed in parts.items()
+                for tensor in self._tensors(layer, part, full[layer, part], narrowed)
+            ]
+            if self._stored is not None and site.keep == "patterns":
+                lost[layer.name] = self._lost(site, parts, found)
+        begins, tags = lay_out(
+            [(u[5], u[6]) for found in used.values() for u in found], self._kinds
+        )
+        start = iter(begins)
+        return SegmentContent(
+            first_step=first,
+            steps=len(lines),
+            rows=rows,
+            uses={
+                layer.name: np.array(
+                    [[*u[:5], positions(u[5], u[6]), next(start), u[7]] for u in found], np.int64
+                )
+                for layer, found in used.items()
+            },
+            shapes={layer.name: [u[6] for u in found] for layer, found in used.items()},
+            tags=tags,
+            lost=lost,
+            log=stacked(lines) if lines else {},
+            kept=[],
+            news={},
+        )
+
+    def _tensors(
+        self, layer: Layer, part: str, region: Region, narrowed: Narrowed
+    ) -> list[tuple[str, TensorBytes]]:
+        """The tensors that one part is written as."""
+        written = narrowed.rows
+        recurs = part == "keys" and self._sites[layer].is_given
+        folded = self._recurring.fold(layer, written) if recurs else None
+        found: list[tuple[str, Any]] = []
+        if folded is not None:
+            found.append(("keys.references", tensor_bytes("", folded.references)))
+            if len(folded.new) < len(written):
+                return [*found, (part, tensor_bytes(part, folded.new))]
+        if written is narrowed.full:
+            found.append((part, region.tensor_bytes(part)))
+        else:
+            found.append((part, tensor_bytes(part, written)))
+        if narrowed.scales is not None:
+            found.append((f"{part}.scales", tensor_bytes("", narrowed.scales)))
+        return found
+
+    def _lost(self, site: Site, parts: dict[str, Narrowed], uses: list[Use]) -> Lost:
+        """What rounding changed in Σ δ (x·v) of every use: along the signs, and by size."""
+        keys, signals = parts["keys"], parts["error_signals"]
+        found: dict[str, list[tuple[float, float]]] = {w.name: [] for _, w in site.parameters}
+        first = 0
+        for use in uses:
+            here = slice(first, first := first + use[4])
+            x, d, xs, ds = keys.full[here], signals.full[here], keys.read(here), signals.read(here)
+            for role, w in site.parameters:
+                if w.v is None or role == "bias":
+                    off = ds.sum(0) - d.sum(0)
+                else:
+                    along = site.kind.along
+                    off = along(site.layer, xs, ds, w.v) - along(site.layer, x, d, w.v)
+                numbers = off.double().numpy()
+                signs = self._watch.signs[w.place_of(site.layer)]
+                found[w.name].append((float(signs @ numbers), float(np.linalg.norm(numbers))))
+        return {name: np.array(table) for name, table in found.items()}

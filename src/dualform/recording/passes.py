@@ -1,0 +1,182 @@
+"""What a backward pass brings: rows are copied, and summed to what the gradients should be.
+
+    a layer's node is reached     take      the key and error signal are put into a parcel
+    1 MB, or the pass ends        hand_over the worker copies the rows and sums δ (x·v)
+    a pass begins                 begin     what was summed for gradients that are empty now is
+                                            forgotten: the loop threw it away, and its rows go too
+    a pass ends                   end       the worker is waited for: `backward()` is about to
+                                            return, and its tensors are the loop's again
+
+Rows belong to the next update of *their layer*: they are pending until the optimizer that owns the
+layer moves (`updates.py`). Which pattern is in which gradient is never guessed: `.grad` says it,
+when a pass begins.
+
+Why it is hard: a loop may accumulate, throw gradients away, carry them over, or run one pass inside
+another; and a tensor may legally be changed in place as soon as the pass is over.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dualform.certificate.bounds import ROUNDING
+from dualform.errors import RecordingError
+from dualform.layers import Layer, torch_internals
+from dualform.memory.content import COMPUTED_IN
+from dualform.recording.tags import Context
+from dualform.recording.watched import Site, Watch, Watched, is_empty
+from dualform.recording.worker import Worker
+
+PARCEL = 1 << 20
+"""How many bytes are handed to the worker at a time."""
+
+CODE = {dtype: code for code, dtype in enumerate(COMPUTED_IN)}
+
+Parcel = list[tuple[Site, Tensor, Tensor, int, int, tuple[int, ...], Context, int, int]]
+
+
+class Passes:
+    """The backward passes since the last update, one after the other."""
+
+    def __init__(self, watch: Watch, worker: Worker) -> None:
+        self.watch, self.worker = watch, worker
+        self.sites: dict[Layer, Site] = {}
+        self.is_recording = True
+        """Whether the patterns of this step are kept (every=k)."""
+        self.is_summing = True
+        """Whether sums are wanted: at every step, or at some where only keys are kept."""
+        self.bytes = 0
+        """How much has been copied so far."""
+        self._running: int | None = None
+        self._count = 0
+        self._parcel: Parcel = []
+        self._size = 0
+
+    def take(
+        self,
+        layer: Layer,
+        key: Tensor,
+        signal: Tensor,
+        shape: tuple[int, ...],
+        context: Context,
+        layout: int,
+    ) -> None:
+        """Take the patterns that the running pass is about to add to a layer's gradients."""
+        site = self.sites.get(layer)
+        if site is None or not self.is_recording:
+            return
+        if torch_internals.running_pass() != self._running:
+            self._begin()
+        size = key.nbytes + signal.nbytes
+        versions = torch_internals.version_of(key), torch_internals.version_of(signal)
+        if key.requires_grad:  # computed by training: such rows will not come again
+            site.is_given = False
+        self._parcel.append((site, key, signal, *versions, shape, context, self._count, layout))
+        self._size += size
+        if self._size >= PARCEL:
+            self._hand_over()
+
+    def _begin(self) -> None:
+        """Forget what was summed for gradients that are empty now, and the rows behind it."""
+        if self._parcel:  # one pass inside another
+            self._hand_over()
+        self._running = torch_internals.running_pass()
+        self._count += 1
+        torch_internals.at_end_of_pass(self._end)
+        self.worker.wait()
+        watch = self.watch
+        anew = [w for w in watch.parameters if is_empty(w.tensor.grad)]
+        self._drop_rows(anew)
+        watch.forget(anew)
+
+    def _drop_rows(self, anew: list[Watched]) -> None:
+        """Take back pending rows whose gradients were thrown away.
+
+        Where only one of two gradients was, the other still holds them: then what the empty one
+        gets from now on cannot be told from the rows that are there.
+        """
+        for site in {id(s): s for w in anew for s in w.sites if s.pending}.values():
+            trained = [w for _, w in site.parameters if w.tensor.requires_grad]
+            if all(is_empty(w.tensor.grad) for w in trained):
+                site.drop_pending()
+            else:
+                for w in trained:
+                    self.watch.unknown[w.index] |= not is_empty(w.tensor.grad)
+
+    def _hand_over(self) -> None:
+        parcel, self._parcel, self._size = self._parcel, [], 0
+        self.worker.do(self._keep, parcel, self.is_summing)
+
+    def _end(self) -> None:
+        """Wait for the copies."""
+        if self._parcel:
+            self._hand_over()
+        self._running = None
+        self.worker.wait()
+
+    def finish(self) -> None:
+        """Before an update: hand over what a pass that was broken off has left, and wait."""
+        if self._parcel:
+            self._hand_over()
+        self.worker.wait()
+
+    # -- the worker's thread --------------------------------------------------------------------
+
+    def _keep(self, parcel: Parcel, is_summing: bool) -> None:
+        for site, key, signal, of_key, of_signal, shape, context, number, layout in parcel:
+            tag = None
+            if site.kind.has_tags(key, shape):
+                tag = context.fitting(site.layer.name, shape, site.kind.tags_must_fit)
+            keep = self._keep_examples if site.keep == "examples" else self._keep_rows
+            rows = keep(site, key, signal, is_summing)
+            code = CODE[signal.dtype]
+            use = (-1, number, context.call, code, rows, tag, shape, layout)
+            site.pending.append(use)
+            site.was_used = True
+            now = torch_internals.version_of(key), torch_internals.version_of(signal)
+            if now != (of_key, of_signal):
+                raise RecordingError(
+                    f"the input or the error signal of layer {site.layer.name!r} was changed in "
+                    "place while its backward pass was running, so its patterns are not known; "
+                    "expected both to stay as they are until backward() returns"
+                )
+
+    def _keep_rows(self, site: Site, key: Tensor, signal: Tensor, is_summing: bool) -> int:
+        """Copy keys and error signals; sum δ (x·v) into what the gradients should be."""
+        u = ROUNDING[signal.dtype]
+        keys = site.parts["keys"].append(key)
+        self.bytes += keys.nbytes
+        if site.keep == "patterns":
+            signal = site.parts["error_signals"].append(signal)
+            self.bytes += signal.nbytes
+        if is_summing:
+            signal = signal.to(site.weight.tensor.dtype)
+            kind, weight, bias = site.kind, site.weight, site.bias
+            if weight.tensor.requires_grad and weight.v is not None:
+                along = kind.along(site.layer, keys, signal, weight.v)
+                self._add(weight, site.layer, along, kind.gross(keys, signal) * u)
+            if bias is not None and bias.tensor.requires_grad:
+                size = float(torch.linalg.vector_norm(signal)) * len(signal) ** 0.5
+                self._add(bias, site.layer, signal.sum(0), size * u)
+        return len(keys)
+
+    def _keep_examples(self, site: Site, given: Tensor, signal: Tensor, is_summing: bool) -> int:
+        """Copy what each example wrote: the sum over its rows of δ ⊗ x."""
+        u, rows = ROUNDING[signal.dtype], 0
+        for role, written in site.kind.examples(site.layer, given, signal).items():
+            if role not in site.parts:
+                continue
+            kept = site.parts[role].append(written.flatten(1))
+            rows, self.bytes = len(kept), self.bytes + kept.nbytes
+            w = dict(site.parameters).get(role)
+            if w is not None and is_summing and w.tensor.requires_grad:
+                total = kept.sum(0).view(written.shape[1:])
+                along = total if w.v is None else total.flatten(1) @ w.v
+                size = float(torch.linalg.vector_norm(kept)) * rows**0.5
+                self._add(w, site.layer, along, size * u)
+        return rows
+
+    def _add(self, w: Watched, layer: Layer, along: Tensor, size: float) -> None:
+        self.watch.E[w.place_of(layer)] += along.double().cpu().numpy()
+        self.watch.gross[w.index] += size

@@ -1,0 +1,253 @@
+"""Every parameter of the model, and what is summed for it, in arrays of all rows of all parameters.
+
+A parameter of shape [rows, …] has a direction v; its gradient's product with v is one number per
+row, and so is what its patterns sum to, Σ δ (x·v). A vector has no direction: each entry is a row.
+All rows of all parameters lie one after the other, so that one comparison serves them all:
+
+    E      what the patterns in `.grad` sum to, by rows      (float64, filled by the worker)
+    gross  how large the rounding of its terms is, by parameter (Σ u ‖δ‖ ‖x‖)
+    seen   what the gradient itself gives, by rows            (read just before an update)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dualform.certificate.bounds import ROUNDING
+from dualform.layers import Kind, Layer
+from dualform.memory.directions import direction, signs
+from dualform.recording.regions import Region
+from dualform.recording.tags import Tag
+
+SMALL = 1 << 12
+"""Up to this many entries a parameter without patterns is kept after every update."""
+
+Reals = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+Use = tuple[int, int, int, int, int, "Tag | None", tuple[int, ...], int]
+"""One call of a layer, gone through by one backward pass: step (-1: in no update yet), number of
+the pass, number of the call, dtype of the product, rows, tag, leading shape, layout in memory."""
+
+
+@dataclass(eq=False)
+class Site:
+    """A recorded layer: where its rows lie, which of them an update has consumed."""
+
+    layer: Layer
+    kind: Kind
+    keep: str
+    weight: Watched
+    bias: Watched | None
+    parts: dict[str, Region] = field(default_factory=dict)
+    settled: int = 0
+    pending: list[Use] = field(default_factory=list)
+    """Uses whose rows no update has consumed: they lie behind the settled ones."""
+    uses: list[Use] = field(default_factory=list)
+    was_used: bool = False
+    """Whether a backward pass ever went through it."""
+    is_given: bool = True
+    """Whether its keys may come again: they are inputs that training never computed."""
+
+    @property
+    def parameters(self) -> list[tuple[str, Watched]]:
+        """Its parameters with the role that each plays."""
+        found = [("weight", self.weight)]
+        return found if self.bias is None else [*found, ("bias", self.bias)]
+
+    def widths(self) -> dict[str, tuple[int, torch.dtype]]:
+        """The parts of its rows: how wide they are, and of which type."""
+        layer, dtype = self.layer, self.weight.tensor.dtype
+        width = self.kind.key_width(layer)
+        keys = {"keys": (width, self.kind.key_dtype or dtype)} if width else {}
+        if self.keep == "examples":
+            own = {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters}
+            return own | keys
+        if self.keep == "keys":
+            return keys
+        return keys | {"error_signals": (layer.out_features, dtype)}
+
+    def drop_pending(self) -> None:
+        """Take back the rows that no update has consumed."""
+        self.pending = []
+        for region in self.parts.values():
+            region.cut(self.settled)
+
+
+@dataclass(eq=False)
+class Watched:
+    """A parameter: its place among the rows of all parameters, its direction, its layers."""
+
+    index: int
+    name: str
+    tensor: Tensor
+    place: slice
+    v: Tensor | None
+    seen: Tensor
+    """Where the product of its gradient with v is put."""
+    sites: list[Site] = field(default_factory=list)
+    why: str = "no layer with patterns uses it"
+    """Why it is kept as values, where it is."""
+
+    def rows_of(self, layer: Layer) -> Tensor:
+        """The rows (or entries) of it that a layer uses."""
+        return self.tensor.detach()[layer.rows_of(self.name)]
+
+    def place_of(self, layer: Layer) -> slice:
+        """Where those lie among the rows of all parameters."""
+        own = layer.rows_of(self.name)
+        return slice(self.place.start + own.start, self.place.start + own.stop)
+
+    @property
+    def is_small(self) -> bool:
+        return self.tensor.numel() <= SMALL
+
+    @property
+    def by_examples(self) -> bool:
+        """Whether what examples wrote explains it: then its gradient is kept for its bits."""
+        return self.is_small and any(site.keep == "examples" for site in self.sites)
+
+
+class Watch:
+    """All parameters of a model, in the order it names them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        heights = [height_of(p) for _, p in named]
+        self.starts = np.cumsum([0, *heights])[:-1]
+        self.rows = np.array(heights, np.int64)
+        self.owner = np.repeat(np.arange(len(named)), heights)
+        self.projections = Projections([p for _, p in named], heights)
+        self.parameters: list[Watched] = []
+        for index, (name, p) in enumerate(named):
+            place = slice(int(self.starts[index]), int(self.starts[index]) + heights[index])
+            v = direction(index, p[0].numel()) if p.dim() > 1 else None
+            at = self.projections.views[index]
+            v = None if v is None else v.to(at.dtype).to(p.device)
+            self.parameters.append(Watched(index, name, p, place, v, at))
+        self.by_id = {id(w.tensor): w for w in self.parameters}
+        self.by_name = {w.name: w for w in self.parameters}
+        rows, count = sum(heights), len(named)
+        self.signs = np.concatenate(
+            [np.zeros(0), *(signs(i, height) for i, height in enumerate(heights))]
+        )
+        self.u = np.array([ROUNDING[p.dtype] for _, p in named])
+        self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
+        self.carried, self.unknown = np.zeros(count, bool), np.zeros(count, bool)
+        self.resolved = np.zeros(count, bool)
+        self._written: set[str] = set()
+        self._changed: list[Watched] = []
+
+    def __iter__(self) -> Iterator[Watched]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def fold(self, rows: Reals) -> Reals:
+        """Sums over the rows of every parameter."""
+        if not len(rows):
+            return np.zeros(len(self))
+        found: Reals = np.add.reduceat(rows, self.starts)
+        return found
+
+    def resolve(self) -> None:
+        """Find which parameters patterns or examples explain: those of layers that keep them."""
+        for w in self.parameters:
+            self.resolve_one(w)
+        self._changed = []
+
+    def resolve_one(self, w: Watched) -> None:
+        """The same of one parameter, whose layers have become more."""
+        before = self.coverage(w)
+        self.resolved[w.index] = bool(w.sites) and all(s.keep != "keys" for s in w.sites)
+        if w.sites and not self.resolved[w.index]:
+            w.why = "its layer keeps keys alone"
+        if self.coverage(w) != before:
+            self._changed.append(w)
+
+    def make_values(self, w: Watched, why: str) -> None:
+        """From here on no pattern explains a parameter: its kept states alone say what it was."""
+        self.resolved[w.index], w.why = False, why
+        self._changed.append(w)
+
+    def coverage(self, w: Watched) -> dict[str, str]:
+        """How finely the memory can say who wrote a parameter, and why no finer."""
+        if self.resolved[w.index]:
+            by_examples = any(site.keep == "examples" for site in w.sites)
+            return {"keep": "examples" if by_examples else "patterns", "why": ""}
+        return {"keep": "values", "why": w.why}
+
+    def news(self) -> dict[str, Any]:
+        """Layers and coverages that have come since the last segment."""
+        layers = {site.layer.name: site for w in self for site in w.sites if site.was_used}
+        fresh = [site for name, site in layers.items() if name not in self._written]
+        self._written |= set(layers)
+        changed, self._changed = self._changed, []
+        return {
+            "layers": [site.layer.to_json() | {"keep": site.keep} for site in fresh],
+            "coverage": {w.name: self.coverage(w) for w in changed},
+        }
+
+    def forget(self, anew: list[Watched]) -> None:
+        """Clear what was summed for gradients that are empty now: the loop threw it away."""
+        if len(anew) == len(self.parameters):
+            self.E.fill(0.0)
+            self.gross.fill(0.0)
+            self.carried.fill(False)
+            self.unknown.fill(False)
+            return
+        for w in anew:
+            self.E[w.place], self.gross[w.index] = 0.0, 0.0
+            self.carried[w.index] = self.unknown[w.index] = False
+
+
+class Projections:
+    """Where g·v of all parameters goes: one tensor for each dtype and device, fetched at once."""
+
+    def __init__(self, parameters: list[nn.Parameter], heights: list[int]) -> None:
+        natures: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, p in enumerate(parameters):
+            natures.setdefault((p.dtype, p.device), []).append(index)
+        starts = np.cumsum([0, *heights])
+        self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
+        self._parts: list[tuple[Tensor, NDArray[np.int64] | slice]] = []
+        for (dtype, device), members in natures.items():
+            found = torch.zeros(sum(heights[i] for i in members), dtype=dtype, device=device)
+            begin = 0
+            for i in members:
+                self.views[i] = found[begin : begin + heights[i]]
+                begin += heights[i]
+            rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            self._parts.append((found, slice(None) if len(natures) == 1 else rows))
+
+    def fetch(self, out: Reals) -> None:
+        """Copy the numbers to the array of all rows."""
+        for found, rows in self._parts:
+            if found.dtype in (torch.float32, torch.float64) and found.is_cpu:
+                out[rows] = found.numpy()
+            else:
+                out[rows] = found.double().cpu().numpy()
+
+
+def height_of(parameter: Tensor) -> int:
+    """How many rows a parameter's projection has."""
+    return parameter.shape[0] if parameter.dim() > 1 else parameter.numel()
+
+
+def is_empty(gradient: Tensor | None) -> bool:
+    """Whether a gradient is None, or zeros all over: then the next pass begins anew."""
+    if gradient is None:
+        return True
+    if gradient.is_sparse or gradient.layout is not torch.strided:
+        return False
+    if gradient.is_contiguous() and gradient.view(-1)[:8].any():  # so it is nearly always
+        return False
+    return not gradient.any()

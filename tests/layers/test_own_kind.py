@@ -1,0 +1,143 @@
+"""A kind of layer that dualform does not know, in some thirty lines: a 1×1 convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import MemoryFileError
+from dualform.layers import Layer, find_layers, kinds, linear, of, register
+
+
+class PixelKind(linear.LinearKind):
+    """W[:, :, 0, 0] times the channels of every pixel."""
+
+    name = "pixels"
+    hooks_below_views = False
+
+    def recognises(self, module: nn.Module) -> bool:
+        plain = isinstance(module, nn.Conv2d) and kinds.is_plain(module, nn.Conv2d)
+        facts = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+        usual = [(1, 1), (1, 1), (0, 0), (1, 1), 1, "zeros"]
+        return plain and [getattr(module, fact) for fact in facts] == usual
+
+    def keys(self, given: Tensor) -> Tensor:
+        return given.movedim(1, -1).reshape(-1, given.shape[1])
+
+    error_signals = keys
+
+    def leading(self, given: Tensor) -> tuple[int, ...]:
+        return (given.shape[0], *given.shape[2:])
+
+    def layout(self, given: Tensor, signal: Tensor) -> int:
+        return (not given.is_contiguous()) + 2 * (not signal.is_contiguous())  # channels last
+
+    def gradient(
+        self,
+        layer: Layer,
+        role: str,
+        keys: Tensor,
+        error_signals: Tensor,
+        shape: tuple[int, ...],
+        layout: int = 0,
+    ) -> Tensor:
+        x, signal = (t.view(*shape, -1).movedim(-1, 1) for t in (keys, error_signals))
+        x = x if layout & 1 else x.contiguous()
+        signal = signal if layout & 2 else signal.contiguous()
+        plain = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        grads = torch.ops.aten.convolution_backward(
+            signal,
+            x,
+            keys.new_empty(layer.shape),
+            [layer.out_features],
+            *plain,
+            [False, True, True],
+        )
+        return grads[1 if role == "weight" else 2]
+
+
+@pytest.fixture(autouse=True)
+def pixels() -> Iterator[PixelKind]:
+    kind = PixelKind()
+    register(kind)
+    yield kind
+    del kinds._kinds["pixels"]
+
+
+def network(dtype: torch.dtype) -> nn.Sequential:
+    wide = nn.Conv2d(6, 6, 3, padding=1)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 1), nn.ReLU(inplace=True), wide, nn.Conv2d(6, 4, 1, bias=False)
+    ).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_it_is_captured_and_its_gradient_has_torchs_bits(
+    watch: Any, dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    model = network(dtype)
+    x = torch.randn(5, 3, 8, 7, dtype=dtype).to(memory_format=memory_format)
+    with watch(model) as seen:
+        model(x).square().mean().backward()
+    assert not seen.values
+    assert [use.layer.name for use in seen.uses] == ["3", "0"]
+    assert {use.shape for use in seen.uses} == {(5, 8, 7)}
+    assert torch.equal(seen.of("0")[0].keys.view(5, 8, 7, 3), x.permute(0, 2, 3, 1))
+    for name, gradient in seen.gradients().items():
+        assert torch.equal(gradient, model.get_parameter(name).grad), name
+
+
+def test_what_patterns_write_sums_to_the_gradient(watch: Any, rebuilt: Any) -> None:
+    model = network(torch.float64)
+    with watch(model) as seen:
+        model(torch.randn(5, 3, 8, 7, dtype=torch.float64)).square().mean().backward()
+    shapes = {n: p.shape for n, p in model.named_parameters() if not n.startswith("2")}
+    for name, gradient in rebuilt(seen.uses, shapes).items():
+        assert torch.allclose(gradient, model.get_parameter(name).grad, atol=1e-14)
+    use = seen.of("0")[0]
+    kind, weight = of("pixels"), model[0].weight
+    v = torch.randn(3, dtype=torch.float64)
+    along = kind.along(use.layer, use.keys, use.signals, v)
+    assert torch.allclose(along, weight.grad.flatten(1) @ v)
+    assert kind.gross(use.keys, use.signals) > float(along.norm()) / 100
+    outputs = kind.multiply(weight.detach(), use.keys) + model[0].bias
+    assert torch.allclose(
+        outputs.view(5, 8, 7, 6).movedim(-1, 1), model[0](use.keys.view(5, 8, 7, 3).movedim(-1, 1))
+    )
+    assert torch.allclose(kind.attention(use.keys[:2], use.keys), use.keys[:2] @ use.keys.T)
+
+
+def test_by_examples_it_is_handed_on_as_it_was_given(watch: Any) -> None:
+    model = network(torch.float64)
+    with watch(model, by_examples=lambda layer: layer.name == "0") as seen:
+        model(torch.randn(5, 3, 8, 7, dtype=torch.float64)).square().mean().backward()
+    use = seen.of("0")[0]
+    assert use.keys.shape == (5, 3, 8, 7)
+    assert use.signals.shape == (5, 6, 8, 7)
+    rows = (t.movedim(1, -1) for t in (use.keys, use.signals))
+    wrote = of("pixels").examples(use.layer, *rows)
+    assert torch.allclose(wrote["weight"].sum(0), model[0].weight.grad)
+    assert torch.allclose(wrote["bias"].sum(0), model[0].bias.grad)
+    assert wrote["keys"].shape == (5, 3)
+
+
+def test_it_is_found_described_and_read_back() -> None:
+    model = network(torch.float32)
+    layers = list(find_layers(model))
+    assert [(layer.name, layer.kind, layer.shape) for layer in layers] == [
+        ("0", "pixels", (6, 3, 1, 1)),
+        ("3", "pixels", (4, 6, 1, 1)),
+    ]
+    assert Layer.from_json(layers[0].to_json()) == layers[0]
+
+
+def test_a_kind_that_is_not_registered_is_refused_by_name() -> None:
+    with pytest.raises(
+        MemoryFileError, match=r"kind 'fourier' was found; known are embedding, linear.*Register"
+    ):
+        of("fourier")
