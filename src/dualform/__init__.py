@@ -5,15 +5,6 @@ Record any training run, then ask for any prediction which training patterns eac
 some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
 """
 
-from dualform import charts
-from dualform.attention import (
-    Attention,
-    Contribution,
-    DualForm,
-    Spotlight,
-    Verification,
-)
-from dualform.compaction import Compaction, compact
 from dualform.datasets import with_index
 from dualform.errors import (
     AuditError,
@@ -22,20 +13,14 @@ from dualform.errors import (
     QueryError,
     RecordingError,
 )
-from dualform.estimate import Estimate, estimate
 from dualform.memory import LayerMemory, Memory, Patterns
 from dualform.recording import Recorder, record
 from dualform.table import Table
 from dualform.version import __version__ as __version__
 
 __all__ = [
-    "Attention",
     "AuditError",
-    "Compaction",
-    "Contribution",
-    "DualForm",
     "DualFormError",
-    "Estimate",
     "LayerMemory",
     "Memory",
     "MemoryFileError",
@@ -43,12 +28,7 @@ __all__ = [
     "QueryError",
     "Recorder",
     "RecordingError",
-    "Spotlight",
     "Table",
-    "Verification",
-    "charts",
-    "compact",
-    "estimate",
     "record",
     "with_index",
 ]

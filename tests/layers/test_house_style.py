@@ -1,4 +1,4 @@
-"""Outside its own room nothing asks which kind a layer is: no name of a kind is compared."""
+"""The rooms of the record never ask which kind a layer is: no name of a kind is compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import dualform.layers as room
 from dualform.layers import kinds
 
 ROOM = Path(room.__file__).parent
-OUTSIDE = [p for p in sorted(ROOM.parent.rglob("*.py")) if ROOM not in p.parents]
+ROOMS = ("recording", "certificate", "memory", "learning_rules")
+OUTSIDE = [p for room in ROOMS for p in sorted((ROOM.parent / room).rglob("*.py"))]
 NAMES = set(kinds._kinds)
 
 OTHER_MEANINGS = {"certificate/report.py": "c.kind == 'outputs'"}
