@@ -5,6 +5,8 @@ Record any training run, then ask for any prediction which training patterns eac
 some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
 """
 
+from dualform.attention import Attention, Contribution, DualForm, Spotlight
+from dualform.certificate import Verification
 from dualform.datasets import with_index
 from dualform.errors import (
     AuditError,
@@ -19,7 +21,10 @@ from dualform.table import Table
 from dualform.version import __version__ as __version__
 
 __all__ = [
+    "Attention",
     "AuditError",
+    "Contribution",
+    "DualForm",
     "DualFormError",
     "LayerMemory",
     "Memory",
@@ -28,7 +33,9 @@ __all__ = [
     "QueryError",
     "Recorder",
     "RecordingError",
+    "Spotlight",
     "Table",
+    "Verification",
     "record",
     "with_index",
 ]

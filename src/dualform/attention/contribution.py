@@ -11,22 +11,24 @@ say what training without a pattern would have given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, grouping, preconditioned, ranking, weights
+from dualform.attention import engine, grouping, ranking, weights, written
 from dualform.attention.spotlight import check_absolute, check_k, pattern_columns
 from dualform.attention.view import View, shared_rows
-from dualform.errors import QueryError
-from dualform.layers.kinds import write
+from dualform.layers import kinds
 from dualform.memory import LayerMemory, Patterns
 from dualform.table import Table, beside
+
+UNEXPLAINED = "not explained by patterns"
+"""The share of the remainder: what neither patterns nor the initial state account for."""
 
 OWN = frozenset({"from", "to", "contribution", "absolute", "patterns"})
 """Columns of tables of sums that are no column of the patterns."""
@@ -217,42 +219,80 @@ class Contribution:
         return "\n".join([head, *lines, repr(self.top(5))])
 
 
-def contribution(
-    view: View,
-    layer: LayerMemory,
-    queries: Tensor,
-    directions: Tensor,
-    target: Target,
-    primal: float | None = None,
-) -> Contribution:
-    """Split g·(W q + b), summed over the query rows, into patterns and initial shares.
+class Asked(NamedTuple):
+    """What one input asks of a layer: its queries [n, d_in], and directions g [n, d_out].
 
-    queries [n, d_in], directions g [n, d_out]. `primal` is what the network gives; by default what
-    the rebuilt weights give.
+    `along` says the same of its weight and bias, by role: Σ g qᵀ and Σ g. Of layers kept by
+    examples that is all there is, and `queries` are empty.
     """
-    layer.need_error_signals("a contribution")
-    device = queries.device
+
+    queries: Tensor
+    directions: Tensor
+    along: Mapping[str, Tensor]
+
+
+def asked(layer: LayerMemory, queries: Tensor, directions: Tensor) -> Asked:
+    """What queries and directions ask of a layer that has keys."""
     queries, directions = (t.detach().to("cpu", torch.float64) for t in (queries, directions))
-    values, attention = _written_by_patterns(
-        layer,
-        queries,
-        directions,
-        view.row_coefficients(layer, layer.weight),
-        view.row_coefficients(layer, layer.bias),
-    )
-    values += _written_adaptively(view, layer, queries, directions)
-    shares = _shares(view, layer, queries, directions)
+    kind = kinds.of(layer.kind)
+    outer = torch.zeros(layer.shape, dtype=torch.float64)
+    along = {"weight": kind.write(outer, queries, directions), "bias": directions.sum(0)}
+    return Asked(queries, directions, along)
+
+
+def asked_by_examples(layer: LayerMemory, given: Tensor, slopes: Tensor) -> Asked:
+    """What an input as the layer is given it, and d(target)/d(its output), ask of a layer whose
+    kind has no keys."""
+    given, slopes = (t.detach().to("cpu", torch.float64) for t in (given, slopes))
+    wrote = kinds.of(layer.kind).examples(layer.layer, given, slopes)
+    along = {role: wrote[role].sum(0) for role in ("weight", "bias")}
+    return Asked(torch.empty(0, 0).double(), slopes, along)
+
+
+def contribution(
+    view: View, layer: LayerMemory, ask: Asked, target: Target, primal: float | None = None
+) -> Contribution:
+    """Split g·(W q + b), summed over the queries, into patterns and what no pattern wrote.
+
+    `primal` is what the network gives; by default what this view's weights give.
+    """
+    if layer.keep == "keys":
+        layer.need_error_signals("a contribution")
+    view.need_reach(layer)
+    values, attention = np.zeros(layer.rows), np.zeros(layer.rows)
+    is_whole = layer.has_error_signals and len(ask.queries) > 0
+    factors: dict[str, engine.Reals] = {}
+    for role, parameter in _parameters(layer):
+        scales = view.scales(layer, parameter)
+        if scales is None:
+            continue
+        numbers, way = scales
+        if way is None and is_whole:
+            factors[role] = numbers
+        else:
+            values += written.along(layer, parameter, ask.along[role], numbers, way)
+    if is_whole:
+        own, attention = _written_by_patterns(
+            layer, ask.queries, ask.directions, factors.get("weight"), factors.get("bias")
+        )
+        values += own
     if primal is None:
-        primal = float((view.output(layer, queries) * directions).sum())
+        primal = sum(
+            float((view.weights[parameter].double()[layer.rows_of(parameter)] * h).sum())
+            for role, parameter in _parameters(layer)
+            for h in [ask.along[role]]
+        )
+    included = view.row_weights(layer) != 0
+    shares = _shares(view, layer, ask)
     return Contribution(
-        layer,
-        target,
-        torch.from_numpy(values).to(device),
-        attention,
-        view.row_weights(layer) != 0,
-        shares,
-        primal,
+        layer, target, torch.from_numpy(values), attention, included, shares, primal
     )
+
+
+def _parameters(layer: LayerMemory) -> list[tuple[str, str]]:
+    """The layer's parameters with the role each plays."""
+    pairs = [("weight", layer.weight), ("bias", layer.bias)]
+    return [(role, name) for role, name in pairs if name is not None]
 
 
 def _written_by_patterns(
@@ -266,14 +306,14 @@ def _written_by_patterns(
 
     Σ_i weight_t (x_t·q_i)(δ_t·g_i) + bias_t (δ_t·g_i); queries [n, d_in], directions [n, d_out].
     """
-    written, attention = np.zeros(layer.rows), np.zeros(layer.rows)
+    found, attention = np.zeros(layer.rows), np.zeros(layer.rows)
     if weights.are_few(layer, queries):
         alpha = weights.all_weights(layer, queries)
         along = weights.all_weights(layer, directions, of="error_signals")
         attention = alpha.sum(0)
         if weight is not None:
-            written += weight * (alpha * along).sum(0)
-        return (written if bias is None else written + bias * along.sum(0)), attention
+            found += weight * (alpha * along).sum(0)
+        return (found if bias is None else found + bias * along.sum(0)), attention
     for part in engine.scan(layer):
         for low in range(0, len(queries), ranking.QUERIES_AT_ONCE):
             here = slice(low, low + ranking.QUERIES_AT_ONCE)
@@ -281,71 +321,33 @@ def _written_by_patterns(
             looked = engine.products(layer, queries[here], part.keys)
             attention[part.rows] += looked.sum(0).numpy()
             if weight is not None:
-                written[part.rows] += weight[part.rows] * (looked * slopes).sum(0).numpy()
+                found[part.rows] += weight[part.rows] * (looked * slopes).sum(0).numpy()
             if bias is not None:
-                written[part.rows] += bias[part.rows] * slopes.sum(0).numpy()
-    return written, attention
+                found[part.rows] += bias[part.rows] * slopes.sum(0).numpy()
+    return found, attention
 
 
-def _written_adaptively(
-    view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
-) -> engine.Reals:
-    """The same where an adaptive rule trained weight or bias: by elementwise factors, [T]."""
-    found = np.zeros(layer.rows)
-    outer = write(layer.kind, torch.zeros(layer.shape).double(), queries, directions)
-    for parameter, along in ((layer.weight, outer), (layer.bias, directions.sum(0))):
-        if view.writes_adaptively(layer, parameter):
-            assert parameter is not None
-            found += preconditioned.along(
-                view.memory, layer, parameter, view.at, along, view.average
-            )
-    return found * view.row_weights(layer)
-
-
-def _shares(
-    view: View, layer: LayerMemory, queries: Tensor, directions: Tensor
-) -> dict[str, float]:
-    """What no pattern of this layer wrote: initial state, unrecorded steps, sharing layers."""
-    outer = write(layer.kind, torch.zeros(layer.shape).double(), queries, directions)
-    summed = directions.sum(0)
+def _shares(view: View, layer: LayerMemory, ask: Asked) -> dict[str, float]:
+    """What no pattern of this layer wrote: initial state, remainder, layers that share weights."""
     shares: dict[str, float] = {}
-    for role, parameter, along in (("weights", layer.weight, outer), ("bias", layer.bias, summed)):
-        if parameter is None:
+
+    def add(name: str, tensor: Tensor | None, along: Tensor) -> None:
+        if tensor is not None:
+            shares[name] = shares.get(name, 0.0) + float((tensor * along).sum())
+
+    for role, parameter in _parameters(layer):
+        own, along = layer.rows_of(parameter), ask.along[role]
+        if not view.reach(parameter):
+            add(f"{role}, kept as values", view.base(parameter)[own], along)
             continue
-        own = layer.rows_of(parameter)
-        initial, momentum = (None if t is None else t[own] for t in view.initial_parts(parameter))
-        assert initial is not None
-        shares[f"initial {role}"] = float((initial * along).sum())
-        if momentum is not None:
-            before = shares.get("initial momentum", 0.0)
-            shares["initial momentum"] = before + float((momentum * along).sum())
-        unresolved = view.unresolved(parameter)
-        if unresolved is not None:
-            shares[f"{role} learned, step level"] = float((unresolved[own] * along).sum())
-        unrecorded = view.unrecorded(parameter)
-        if unrecorded is not None:
-            before = shares.get("unrecorded steps", 0.0)
-            shares["unrecorded steps"] = before + float((unrecorded[own] * along).sum())
+        initial, momentum, remainder = view.parts(parameter)
+        add("initial weights" if role == "weight" else "initial bias", initial[own], along)
+        add("initial momentum", None if momentum is None else momentum[own], along)
+        add(UNEXPLAINED, remainder[own], along)
         for writer in view.writers(parameter):
             if writer.name != layer.name:
-                written, here = shared_rows(writer, layer, parameter)
-                if written.start == written.stop:  # other rows of a packed parameter
-                    continue
-                shared = _written(view, writer, parameter)[written]
-                shares[f"{role} written by {writer.name}"] = float((shared * along[here]).sum())
+                theirs, here = shared_rows(writer, layer, parameter)
+                if theirs.start < theirs.stop:  # else other rows of a packed parameter
+                    wrote = view.written(writer, parameter)[theirs]
+                    add(f"{role} written by {writer.name}", wrote, along[here])
     return shares
-
-
-def _written(view: View, writer: LayerMemory, parameter: str) -> Tensor:
-    """What another layer's patterns wrote into a shared parameter."""
-    if view.is_adaptive(parameter):
-        return view.written(writer, parameter)
-    factors = view.row_coefficients(writer, parameter)
-    as_weight = parameter == writer.weight
-    matrix, vector = engine.learned(
-        writer, factors if as_weight else None, None if as_weight else factors
-    )
-    part = matrix if as_weight else vector
-    if part is None:
-        raise QueryError(f"layer {writer.name!r} wrote nothing into {parameter!r}")
-    return part

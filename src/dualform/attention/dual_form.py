@@ -9,32 +9,40 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dualform.attention import queries as asking
 from dualform.attention import splitting
 from dualform.attention.averaging import averaging
-from dualform.attention.checks import verify
 from dualform.attention.contribution import Contribution
 from dualform.attention.engine import Progress
 from dualform.attention.masks import Mask, as_rows, as_strength
 from dualform.attention.spotlight import Attention, Spotlight, is_whole
 from dualform.attention.targets import Aim, index_of, is_margin
-from dualform.attention.verification import Verification
 from dualform.attention.view import View, layers_named
+from dualform.certificate import Check, Verification, verify
 from dualform.errors import QueryError
+from dualform.layers import layer_by_layer
+from dualform.learning_rules import classes
 from dualform.memory import Memory
+
+ROUNDINGS = 64
+"""How many roundings an output by attention may be off from the model's own."""
 
 
 class DualForm:
     """A network as attention over the patterns it was trained on.
 
     `model` is the recorded architecture (its own weights matter to `verify` only; it is never
-    modified); None suffices for questions that need no forward pass.
+    modified); None suffices for questions that need no forward pass. `optimizer` hands in the class
+    (or classes) of a learning rule that is not torch's own: no name in a file is ever imported.
 
     Example:
         >>> import dualform as df
@@ -43,7 +51,13 @@ class DualForm:
         >>> dual.attend(images[:1])["fc1"].top(3)                         # doctest: +SKIP
     """
 
-    def __init__(self, model: nn.Module | None, memory: Memory | str | Path) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        memory: Memory | str | Path,
+        *,
+        optimizer: type[Optimizer] | Iterable[type[Optimizer]] | None = None,
+    ) -> None:
         memory = Memory.open(memory) if isinstance(memory, (str, Path)) else memory
         if not isinstance(memory, Memory):
             raise QueryError(
@@ -54,7 +68,8 @@ class DualForm:
         self.model = model
         if model is not None:
             asking.check_architecture(model, self.memory)
-        self._view = View(self.memory, self.memory.steps)
+        self._known = classes(optimizer)
+        self._view = View(self.memory, self.memory.steps, self._known)
 
     @property
     def step(self) -> int:
@@ -89,9 +104,11 @@ class DualForm:
             return forward(model, self._view, inputs, kwargs)
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Every parameter of this view, rebuilt from the memory: own dtype, or the one asked for.
+        """Every parameter of this view: own dtype, or the one asked for.
 
-        Summed in float64; `dtype=torch.float64` keeps all of it.
+        Without masks the very ones training had, bit for bit where machine and number of threads
+        are those of training. Masks and averages are summed up in float64; `dtype=torch.float64`
+        keeps all of it.
 
         Example:
             >>> dual.at(0).weights()["fc1.weight"]   # the initial weights # doctest: +SKIP
@@ -116,12 +133,20 @@ class DualForm:
                 held.data = tensor.to(held.device)
         return twin
 
-    def verify(self, *inputs: Any, progress: Progress | None = None, **kwargs: Any) -> Verification:
-        """Whether initial state, log and patterns explain the network, to rounding.
+    def verify(
+        self,
+        *inputs: Any,
+        every_step: bool = False,
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> Verification:
+        """Whether patterns, log, kept states and weights agree: a verdict for every parameter.
 
-        Every step's patterns are checked against what training saw of its weight update, every
-        fingerprint against the one before, and, with a model, every rebuilt parameter (and, with
-        inputs, the outputs) against the model's. Residuals are relative: 0 is perfect.
+        *bit for bit*: torch's own optimizer, given the patterns' gradients, reaches the very bits
+        of every state that was compared; *within rounding*; *not*, and at which step; or *not
+        replayable: kept states only*. The last stretch and up to eight more are replayed;
+        `every_step=True` replays all, which takes about half as long as training. With inputs,
+        outputs by attention are compared with the model's.
 
         Example:
             >>> dual.verify(images).passed                                 # doctest: +SKIP
@@ -144,7 +169,29 @@ class DualForm:
                     f"outputs after {self.step} updates cannot be compared: the model is as it was "
                     f"after {self.memory.steps}. Verify this step without inputs."
                 )
-        return verify(self._view, self.model, inputs, kwargs, progress)
+        model = self.model if self.step == self.memory.steps else None
+        others = tuple(self._known.values())
+        found = verify(
+            self.memory, model, every_step=every_step, optimizer=others, progress=progress
+        )
+        if inputs or kwargs:
+            found = replace(found, checks=(*found.checks, self._outputs(inputs, kwargs)))
+        return found
+
+    def _outputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Check:
+        """Compare the outputs by attention with the model's own."""
+        model = self._model("comparing outputs")
+        with torch.no_grad(), asking.evaluating(model), layer_by_layer():
+            primal = _flat(model(*inputs, **kwargs))
+            attended = _flat(asking.run_by_patterns(model, self._view, inputs, kwargs))
+        scale = float(primal.abs().max()) if primal.numel() else 0.0
+        off = float((attended - primal).abs().max()) if primal.numel() else 0.0
+        dtypes = [p.dtype for p in self.memory.parameters.values() if p.dtype.is_floating_point]
+        for name in self.memory.layers:  # autocast: products are rounded to fewer digits
+            uses = self.memory.layer(name).uses
+            dtypes += [uses.dtype_of(int(place)) for place in np.unique(uses.dtype, True)[1]]
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return Check("outputs by attention", "outputs", off / (scale or 1.0), ROUNDINGS * eps)
 
     def attend(
         self,
@@ -215,7 +262,7 @@ class DualForm:
         if example is not None:
             return splitting.of_example(self._view, example, target, layer, label)
         model = self._model("a contribution to the model's output")
-        asked = splitting.Asked(self._view, model, inputs, kwargs)
+        asked = splitting.Question(self._view, model, inputs, kwargs)
         return splitting.of_input(asked, target, layer, label)
 
     def at(self, step: int) -> DualForm:
@@ -229,7 +276,7 @@ class DualForm:
                 f"at({step!r}): expected a whole number of updates from 0 to {self.memory.steps}, "
                 "which is what this memory holds"
             )
-        return self._with(step, self._view.masks)
+        return self._with(self._view.moved(step, self._view.averaging))
 
     def averaged(self, decay: float | None = None, *, start: int = 1, every: int = 1) -> DualForm:
         """The network whose weights are an average over training, as `AveragedModel` keeps it.
@@ -241,10 +288,7 @@ class DualForm:
         Example:
             >>> dual.averaged(decay=0.999).contribute(images[:1], target=7)  # doctest: +SKIP
         """
-        view = copy.copy(self)
-        chosen = averaging(decay, start, every)
-        view._view = View(self.memory, self.step, self._view.masks, chosen)
-        return view
+        return self._with(self._view.moved(self.step, averaging(decay, start, every)))
 
     def without(
         self,
@@ -252,43 +296,41 @@ class DualForm:
         /,
         *,
         strength: float = 1.0,
-        unresolved: str = "keep",
         layers: str | Sequence[str] | None = None,
         **where: Any,
     ) -> DualForm:
         """The same weights minus what some patterns wrote. Not retraining, and not unlearning.
 
         Their values are multiplied by 1 − `strength`, in all layers or in the named `layers`.
-        Without a condition: everything learned. What has no pattern resolution (other parameters,
-        unrecorded steps) stays as it is (`unresolved="keep"`) or falls back to the initial part
-        (`"drop"`). Contributions are large and cancel: dropping a single class can wreck a network
-        that retraining would keep.
+        Without a condition: all that patterns wrote. What they do not explain (parameters kept as
+        values, steps that were not recorded) stays as it is. Contributions are large and cancel:
+        dropping a single class can wreck a network that retraining would keep.
 
         Example:
             >>> dual.without(task="fashion", strength=0.7)                 # doctest: +SKIP
         """
         named = None if layers is None else tuple(_names(layers))
         taken = as_strength(strength)
-        return self._masked(Mask(False, as_rows(rows), where, taken, unresolved, named))
+        return self._masked(Mask(False, as_rows(rows), where, taken, named))
 
     def only(
         self,
         rows: Any = None,
         /,
         *,
-        unresolved: str = "keep",
         layers: str | Sequence[str] | None = None,
         **where: Any,
     ) -> DualForm:
-        """The initial part plus what some patterns wrote, and nothing else. Not retraining.
+        """The same weights minus what all other patterns wrote. Not retraining.
 
+        What is left: the initial part, what no pattern explains, and what these patterns wrote.
         With `layers`, other layers stay as they are.
 
         Example:
             >>> dual.only(label=[1, 7])                                    # doctest: +SKIP
         """
         named = None if layers is None else tuple(_names(layers))
-        return self._masked(Mask(True, as_rows(rows), where, 1.0, unresolved, named))
+        return self._masked(Mask(True, as_rows(rows), where, 1.0, named))
 
     def __repr__(self) -> str:
         lines = [
@@ -300,36 +342,20 @@ class DualForm:
             lines.append(
                 f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} patterns"
             )
-        unresolved = [
-            name
-            for name, parameter in self.memory.parameters.items()
-            if parameter.coverage in ("steps", "accumulated")
-        ]
-        every = self.memory.every
-        if every > 1:
-            lines.append(
-                f"  one of every {every} steps was recorded; what the others wrote is one sum"
-            )
         if self.is_masked:
             lines.append("  a mask takes away what patterns wrote; it is not retraining")
-        if self.is_masked and every > 1:
-            for what, of in (("dropped", True), ("kept", False)):
-                resolved = [
-                    n for n, p in self.memory.parameters.items() if p.coverage == "patterns"
-                ]
-                names = [n for n in resolved if self._view.drops_unresolved(n) is of]
-                if names and len(names) == len(resolved):
-                    lines.append(f"  {what}: what unrecorded steps wrote")
-                elif names:
-                    lines.append(f"  {what}: what unrecorded steps wrote into {', '.join(names)}")
-        if self.is_masked and unresolved:
-            dropped = [name for name in unresolved if self._view.drops_unresolved(name)]
-            kept = [name for name in unresolved if name not in dropped]
-            for what, names in (("their initial part", dropped), ("kept as trained", kept)):
-                if names:
-                    lines.append(f"  without pattern resolution, {what}: {', '.join(names)}")
-        if not self.memory.exact:
-            lines.append("  the memory is not exact: see memory.remarks")
+            if self._untouched:
+                lines.append(f"  no mask reaches: {', '.join(self._untouched)}")
+        values = [name for name, known in self.memory.parameters.items() if known.keep == "values"]
+        if values:
+            lines.append(f"  kept as values, without patterns: {', '.join(values)}")
+        if self.memory.every > 1:
+            lines.append(
+                f"  one of every {self.memory.every} steps was recorded; what the others wrote is "
+                "not explained by patterns"
+            )
+        if self.memory.remarks:
+            lines.append("  see memory.remarks")
         return "\n".join(lines)
 
     # ------------------------------------------------------------------------------------------
@@ -339,14 +365,32 @@ class DualForm:
         at += "" if self._view.averaging is None else ".averaged(…)"
         return f"DualForm{at}" + "".join(f".{mask}" for mask in self._view.masks)
 
-    def _with(self, step: int, masks: tuple[Mask, ...]) -> DualForm:
-        view = copy.copy(self)
-        view._view = View(self.memory, step, masks, self._view.averaging)
-        return view
+    def _with(self, view: View) -> DualForm:
+        other = copy.copy(self)
+        other._view = view
+        return other
 
     def _masked(self, mask: Mask) -> DualForm:
         mask.check(self.memory)
-        return self._with(self.step, (*self._view.masks, mask))
+        concerned = [
+            layer
+            for layer in map(self.memory.layer, mask.layers or self.memory.layers)
+            if layer.keep != "keys"
+        ]
+        if not any(self._view.reach(layer.weight) for layer in concerned):
+            self._view.need_reach(concerned[0])
+        return self._with(self._view.masked((*self._view.masks, mask)))
+
+    @property
+    def _untouched(self) -> list[str]:
+        """The parameters that some mask should reach, and cannot."""
+        found = []
+        for name, known in self.memory.parameters.items():
+            layers = list(map(self.memory.layer, known.layers))
+            masks = [(m, la) for m in self._view.masks for la in layers if m.concerns(la.name)]
+            if any(m.is_finer(la) for m, la in masks) or (masks and not self._view.reach(name)):
+                found.append(name)
+        return found
 
     def _model(self, what_for: str) -> nn.Module:
         if self.model is None:
@@ -380,6 +424,12 @@ class DualForm:
             name: asking.given_queries(self.memory.layer(name), rows)
             for name, rows in handed.items()
         }
+
+
+def _flat(output: Any) -> Tensor:
+    """All numbers of a model's output in one row, float64."""
+    parts = [t.detach().cpu().double().reshape(-1) for t in asking.tensors_in(output)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def _names(layers: str | Sequence[str]) -> list[str]:

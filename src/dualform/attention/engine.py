@@ -1,6 +1,6 @@
 """Sums over everything a layer was trained on, streamed block by block.
 
-All of attention and contribution is a handful of sums over patterns: Σ c δ xᵀ (rebuilt weights),
+All of attention and contribution is a handful of sums over patterns: Σ c δ xᵀ (`written.py`),
 Σ c (x·q) δ (the dual output), x·q itself, and both projected on something. A memory may be far
 larger than the machine's, so no function here holds more than a block of patterns (besides numbers
 per pattern where that is the answer). Blocks are converted to float64 before they are summed:
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.layers.kinds import attention_weights, write
+from dualform.layers import kinds
 from dualform.memory import LayerMemory
 from dualform.memory.distinct import DistinctKeys
 from dualform.memory.layer import Block
@@ -111,7 +111,12 @@ def keys_of(part: Block) -> Tensor:
 
 def products(layer: LayerMemory, queries: Tensor, keys: Tensor) -> Tensor:
     """α = x·q of every query with every key of a block: [n, d_in], [b, d_in] -> [n, b]."""
-    return attention_weights(layer.kind, queries, keys)
+    return kinds.of(layer.kind).attention(queries, keys)
+
+
+def looks_up(layer: LayerMemory) -> bool:
+    """Whether keys are tokens: whole numbers that are the same or not."""
+    return kinds.of(layer.kind).key_dtype is not None
 
 
 def scan(
@@ -188,32 +193,6 @@ def gather_keys(layer: LayerMemory, rows: Rows) -> Tensor:
     ordered = np.unique(rows)
     keys = torch.cat(found) if found else torch.empty(0, layer.key_width, dtype=torch.float64)
     return keys[torch.from_numpy(np.searchsorted(ordered, rows))]
-
-
-def learned(
-    layer: LayerMemory, weight: Reals | None, bias: Reals | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Σ_t weight_t δ_t x_tᵀ and Σ_t bias_t δ_t [d_out], in one pass, float64.
-
-    The first has the shape of (the layer's rows of) its weight: [d_out, d_in], or [d_in, d_out].
-    """
-    matrix = vector = None
-    if weight is None and bias is None:
-        return None, None
-    included = np.zeros(layer.rows, bool)
-    if weight is not None:
-        matrix = torch.zeros(layer.shape, dtype=torch.float64)
-        included |= weight != 0
-    if bias is not None:
-        vector = torch.zeros(layer.out_features, dtype=torch.float64)
-        included |= bias != 0
-    for part in scan(layer, included, keys=weight is not None):
-        if weight is not None and matrix is not None:
-            values = part.error_signals * _at(weight, part.rows)[:, None]
-            write(layer.kind, matrix, part.keys, values)
-        if bias is not None and vector is not None:
-            vector += _at(bias, part.rows) @ part.error_signals
-    return matrix, vector
 
 
 def dual_outputs(layer: LayerMemory, weight: Reals, queries: Tensor) -> Tensor:

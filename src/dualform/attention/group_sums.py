@@ -63,7 +63,7 @@ def group_sums(
     Queries may be of any precision: they are widened a few at a time. `build` is a shorter way to
     the table of key sums, if there is one.
     """
-    if layer.kind == "embedding":
+    if engine.looks_up(layer):
         counts = _token_counts(layer, queries, included, codes, groups)
         return counts, counts
     if groups * layer.in_features * 8 > LARGEST_TABLE:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from dualform.errors import QueryError
 from dualform.memory import LayerMemory, Memory
 
-UNRESOLVED = ("keep", "drop")
+FINER = ("position",)
+"""Columns that tell apart what one row of an example holds together."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class Mask:
     rows: NDArray[np.bool_] | None = None
     where: Mapping[str, Any] = field(default_factory=dict)
     strength: float = 1.0
-    unresolved: str = "keep"
     layers: tuple[str, ...] | None = None
     """The layers it is about; None is all of them."""
 
@@ -38,17 +38,21 @@ class Mask:
         """Whether the layer's patterns are masked at all."""
         return self.layers is None or layer in self.layers
 
+    def is_finer(self, layer: LayerMemory) -> bool:
+        """Whether it asks about parts of examples, of which the layer keeps sums alone."""
+        if layer.keep != "examples":
+            return False
+        return any(name in FINER or not layer.patterns.values(name) for name in self.where)
+
     def weights(self, layer: LayerMemory) -> NDArray[np.float64]:
         """The number each of the layer's patterns is multiplied by: [T]."""
-        if not self.concerns(layer.name):
+        if not self.concerns(layer.name) or self.is_finer(layer):
             return np.ones(layer.rows)
         chosen = self._select(layer)
         return np.where(chosen, 1.0, 0.0) if self.only else np.where(chosen, 1 - self.strength, 1.0)
 
     def check(self, memory: Memory) -> None:
         """Refuse at once what could only fail later, layer by layer."""
-        if self.unresolved not in UNRESOLVED:
-            raise QueryError(f"unresolved={self.unresolved!r}: expected 'keep' or 'drop'")
         if not np.isfinite(self.strength):
             raise QueryError(
                 f"strength={self.strength!r}: expected a finite number, 1 takes all of it away"
@@ -56,10 +60,11 @@ class Mask:
         if self.layers is not None and not self.layers:
             raise QueryError(f"layers=[] names no layer; recorded are: {', '.join(memory.layers)}")
         concerned = [memory.layer(name) for name in self.layers or memory.layers]
-        if concerned and not any(layer.has_error_signals for layer in concerned):
+        if concerned and all(layer.keep == "keys" for layer in concerned):
             concerned[0].need_error_signals(f"{self}")
         for layer in concerned:
-            self._select(layer)
+            if not self.is_finer(layer):
+                self._select(layer)
 
     def _select(self, layer: LayerMemory) -> NDArray[np.bool_]:
         if self.rows is not None and len(self.rows) != layer.rows:
@@ -79,6 +84,14 @@ class Mask:
         if self.layers is not None:
             conditions.append(f"layers={_short(list(self.layers))}")
         return f"{'only' if self.only else 'without'}({', '.join(conditions) or 'everything'})"
+
+
+def columns_of(masks: tuple[Mask, ...], layer: LayerMemory) -> tuple[str, ...] | None:
+    """The columns that decide what masks do to a layer's patterns; None if it is not columns."""
+    concerned = [mask for mask in masks if mask.concerns(layer.name) and not mask.is_finer(layer)]
+    if any(mask.rows is not None for mask in concerned):
+        return None
+    return tuple(sorted({column for mask in concerned for column in mask.where}))
 
 
 def row_weights(masks: tuple[Mask, ...], layer: LayerMemory) -> NDArray[np.float64]:

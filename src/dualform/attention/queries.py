@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.attention.engine import gather_keys
+from dualform.attention.engine import gather_keys, looks_up
 from dualform.attention.used import Uses
-from dualform.attention.view import View
+from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
-from dualform.layers import ROOT_NAME, as_patterns, find_layers
-from dualform.layers.fast_path import layer_by_layer
+from dualform.layers import ROOT_NAME, find_layers, kinds, layer_by_layer
 from dualform.memory import LayerMemory, Memory
 
 OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -41,7 +40,7 @@ def check_architecture(model: nn.Module, memory: Memory) -> None:
     ]
     known = {layer.name for layer in find_layers(model)}
     differences += [
-        f"{name}: recorded as a layer, but the model has no nn.Linear or nn.Embedding of that name"
+        f"{name}: recorded as a layer, but the model has none of that name"
         for name in memory.layers
         if name not in known and has_module(memory.layer(name))
     ]
@@ -146,10 +145,10 @@ def run_by_patterns(
 
     def attend(name: str, given: Tensor, output: Tensor) -> Tensor:
         layer = view.memory.layer(name)
-        rows = as_patterns(layer.kind, given).to("cpu", torch.float64)
+        rows = kinds.of(layer.kind).keys(given).to("cpu", torch.float64)
         return view.dual_output(layer, rows).reshape(output.shape).to(output)
 
-    return run(model, view, inputs, kwargs, attend, view.memory.layers)
+    return run(model, view, inputs, kwargs, attend, layers_named(view.memory, None))
 
 
 def tensors_of(view: View) -> dict[str, Tensor]:
@@ -174,10 +173,10 @@ def queries_of(
 ) -> dict[str, Tensor]:
     """What each layer receives for these inputs, one row per query, calls in order: [n, d_in]."""
     received: dict[str, list[Tensor]] = {name: [] for name in layers}
-    kinds = {name: view.memory.layer(name).kind for name in layers}
+    own = {name: kinds.of(view.memory.layer(name).kind) for name in layers}
 
     def collect(name: str, given: Tensor, output: Tensor) -> None:
-        received[name].append(as_patterns(kinds[name], given))
+        received[name].append(own[name].keys(given))
 
     with torch.no_grad():
         run(model, view, inputs, kwargs, collect, layers)
@@ -270,7 +269,7 @@ def given_queries(layer: LayerMemory, queries: Any) -> Tensor:
             f"the queries for layer {layer.name!r} are of {getattr(tensor, 'dtype', type(queries))}"
             f"; expected real numbers, [n, {layer.in_features}]"
         )
-    if layer.kind == "embedding":
+    if looks_up(layer):
         return _given_tokens(layer, tensor)
     if tensor.ndim == 0 or tensor.shape[-1] != layer.in_features:
         raise QueryError(
@@ -278,7 +277,7 @@ def given_queries(layer: LayerMemory, queries: Any) -> Tensor:
             f"have width {layer.in_features}; expected [n, {layer.in_features}]"
         )
     check_finite(tensor, f"the query for layer {layer.name!r}")
-    return as_patterns(layer.kind, tensor)
+    return kinds.of(layer.kind).keys(tensor)
 
 
 def _given_tokens(layer: LayerMemory, tokens: Tensor) -> Tensor:
@@ -290,7 +289,7 @@ def _given_tokens(layer: LayerMemory, tokens: Tensor) -> Tensor:
             f"{tuple(tokens.shape)}; it looks up tokens, so expected are whole numbers from 0 to "
             f"{layer.in_features - 1}"
         )
-    return as_patterns(layer.kind, tokens)
+    return kinds.of(layer.kind).keys(tokens)
 
 
 def _hook(name: str, on_layer: OnLayer) -> Callable[..., Tensor | None]:

@@ -100,7 +100,7 @@ def top_patterns(
     """
     order(sign)
     k = min(k, max(1, layer.rows))
-    if layer.kind == "embedding" and not weights.are_few(layer, queries):
+    if engine.looks_up(layer) and not weights.are_few(layer, queries):
         return _one_by_one(layer, queries, included, k, sign, cells)
     if held is None and weights.are_few(layer, queries):
         held = weights.all_weights(layer, queries, included)

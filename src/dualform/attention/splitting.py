@@ -16,15 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention import queries as asking
-from dualform.attention.contribution import Contribution, Target, contribution
+from dualform.attention.contribution import (
+    Contribution,
+    Target,
+    asked,
+    asked_by_examples,
+    contribution,
+)
 from dualform.attention.targets import Aim, Traced, aim, is_margin
 from dualform.attention.view import View
 from dualform.errors import QueryError
-from dualform.layers import as_patterns, flattened
+from dualform.layers import kinds
 from dualform.memory import LayerMemory
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A view, its architecture, and one input as the model takes it."""
 
     view: View
@@ -50,19 +56,19 @@ def of_example(
     direction, name = aim(target, label, outputs, f"layer {known.name!r}")
     name = f"{name} of layer {known.name} for example {example!r}"
     direction = direction.reshape(len(rows), known.out_features)
-    return contribution(view, known, rows, direction, Target(name, first_order=False))
+    return contribution(view, known, asked(known, rows, direction), Target(name, first_order=False))
 
 
-def of_input(asked: Asked, target: Aim, layer: str | None, label: int | None) -> Contribution:
+def of_input(question: Question, target: Aim, layer: str | None, label: int | None) -> Contribution:
     """What patterns wrote into an output of the model for a new input."""
-    memory = asked.view.memory
-    if layer is not None:
+    memory = question.view.memory
+    if layer is not None and memory.layer(layer).keep == "keys":
         memory.layer(layer).need_error_signals("a contribution")
     traced = Traced()
     names = memory.layers if layer is None else (layer,)
     with torch.enable_grad():
         output = asking.run(
-            asked.model, asked.view, asked.inputs, asked.kwargs, traced.on_layer, names
+            question.model, question.view, question.inputs, question.kwargs, traced.on_layer, names
         )
     if not isinstance(output, Tensor):
         raise QueryError(
@@ -74,9 +80,9 @@ def of_input(asked: Asked, target: Aim, layer: str | None, label: int | None) ->
     if chosen is not None and chosen in traced.calls:
         told = Target(f"{name} of the model", first_order=chosen != produced)
         value = (output * direction.to(output)).sum()
-        return _through_calls(asked.view, traced, memory.layer(chosen), value, told)
+        return _through_calls(question.view, traced, memory.layer(chosen), value, told)
     functional = [n for n in names if n not in traced.calls]
-    return _through_uses(asked, functional, layer, direction, name)
+    return _through_uses(question, functional, layer, direction, name)
 
 
 def _through_calls(
@@ -85,20 +91,29 @@ def _through_calls(
     """Along g = d(target)/d(layer output): one-hot where the layer's output is the model's."""
     calls = traced.calls[layer.name]
     slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
-    rows = torch.cat([as_patterns(layer.kind, call.given) for call in calls])
-    asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
-    directions = torch.cat([flattened(slope) for slope in slopes])
-    outputs = torch.cat([flattened(call.output) for call in calls])
+    kind = kinds.of(layer.kind)
+    outputs = torch.cat([kind.error_signals(call.output) for call in calls])
+    directions = torch.cat([kind.error_signals(slope) for slope in slopes])
     primal = float((outputs.double() * directions.double()).sum())
-    return contribution(view, layer, rows, directions, target, primal)
+    if not layer.key_width:
+        own = [asked_by_examples(layer, c.given, s) for c, s in zip(calls, slopes, strict=True)]
+        along = {
+            role: torch.stack([one.along[role] for one in own]).sum(0) for role in own[0].along
+        }
+        return contribution(view, layer, own[0]._replace(along=along), target, primal)
+    rows = torch.cat([kind.keys(call.given) for call in calls])
+    asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
+    return contribution(view, layer, asked(layer, rows, directions), target, primal)
 
 
 def _through_uses(
-    asked: Asked, names: Sequence[str], layer: str | None, direction: Tensor, name: str
+    question: Question, names: Sequence[str], layer: str | None, direction: Tensor, name: str
 ) -> Contribution:
     """The same for a weight that is used without its module being called."""
-    memory = asked.view.memory
-    output, uses = asking.run_with_uses(asked.model, asked.view, asked.inputs, asked.kwargs, names)
+    memory = question.view.memory
+    output, uses = asking.run_with_uses(
+        question.model, question.view, question.inputs, question.kwargs, names
+    )
     produced = uses.layer_of(output)
     chosen = layer if layer is not None else produced
     if chosen is None:
@@ -113,4 +128,4 @@ def _through_uses(
     asking.check_finite(rows, f"what layer {chosen!r} receives for this input")
     primal = float((uses.output(known, rows).double() * slopes.double()).sum())
     told = Target(f"{name} of the model", first_order=chosen != produced)
-    return contribution(asked.view, known, rows, slopes, told, primal)
+    return contribution(question.view, known, asked(known, rows, slopes), told, primal)

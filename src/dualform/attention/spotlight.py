@@ -179,7 +179,7 @@ class Spotlight:
             absolute, squares = scaled.sum(1), np.square(scaled).sum(1)
         else:
             asked = self._queries
-            if self._memory.kind != "embedding":
+            if not engine.looks_up(self._memory):
                 size = asked.abs().amax(1, keepdim=True)
                 asked = torch.ldexp(asked, -torch.frexp(size).exponent)
             for part in engine.scan(self._memory, self._included, error_signals=False):

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dualform.errors import QueryError
-from dualform.layers.kinds import multiply
-from dualform.layers.multihead import as_given, batch_in, is_attention, projections
-from dualform.layers.uses import Graph, Use, tensors_in
+from dualform.layers import kinds
+from dualform.layers.finding import is_attention
+from dualform.layers.saved import SavedInput
+from dualform.layers.torch_internals import sequence_number
+from dualform.layers.uses import Graph, Product, tensors_in
+from dualform.layers.walk import as_given
 from dualform.memory import LayerMemory
 
 
@@ -27,7 +30,7 @@ class Found(NamedTuple):
 
     place: int
     rows: Tensor
-    use: Use
+    use: Product
     ordered: Callable[[Tensor], Tensor]
     is_whole: bool
     """Whether the product is with all of the layer's rows, not with a part of them."""
@@ -57,17 +60,20 @@ class Uses:
             if is_attention(module)
         ]
 
-    def _look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _look(self, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> None:
         if self._asking:  # a checkpoint runs its part again
             return
-        batch = batch_in(module, args, kwargs)
-        for use in projections(args, kwargs, output, self._leaves):
-            self._take(use, lambda rows: rows if batch is None else as_given(batch, rows))
+        query: Tensor = args[0] if args else kwargs["query"]
+        batch = query.shape[0] if module.batch_first and query.dim() == 3 else 0
+        given = {t.grad_fn for t in tensors_in([args, kwargs])}
+        for use in Graph(tensors_in(output), given.__contains__).uses(self._leaves):
+            if isinstance(use, Product):
+                self._take(use, lambda rows: as_given(batch, rows) if batch else rows)
 
     def look(self, output: Any) -> None:
         """Find the uses that no attention has shown, in the graph behind the network's output."""
-        for use in Graph(tensors_in(output)).uses(self._leaves):
-            if isinstance(use, Use) and use.node not in self._seen:
+        for use in Graph(tensors_in(output), lambda node: False).uses(self._leaves):
+            if isinstance(use, Product) and use.node not in self._seen:
                 self._take(use, lambda rows: rows)
         for uses in self._found.values():
             uses.sort(key=lambda found: found.place)
@@ -121,30 +127,31 @@ class Uses:
         width = next(la.out_features for la in self._layers if la.name == layer)
         if slope is None:  # nothing of it reaches the value
             return torch.zeros(len(found.rows), width, dtype=found.rows.dtype)
-        slope = slope.mT if found.use.flipped else slope
         return found.ordered(slope.reshape(len(found.rows), width))
 
     def output(self, layer: LayerMemory, rows: Tensor) -> Tensor:
         """The layer's output for these queries, as the network computes it: [n, d_out]."""
         weight = self._state[layer.weight].detach()[layer.rows_of(layer.weight)]
-        output = multiply(layer.kind, weight, rows)
+        output = kinds.of(layer.kind).multiply(weight, rows)
         if layer.bias is not None:
             output = output + self._state[layer.bias].detach()[layer.rows_of(layer.bias)]
         return output
 
-    def _take(self, use: Use, ordered: Callable[[Tensor], Tensor]) -> None:
+    def _take(self, use: Product, ordered: Callable[[Tensor], Tensor]) -> None:
         self._seen.add(use.node)
         layer, is_whole = self._layer(use)
-        if layer is not None and use.key.can_be_read:
-            node: Any = use.node
+        saved = SavedInput(use.node, use.saved)
+        if layer is not None and saved.can_be_read:
             self._asking = True
             try:
-                rows = ordered(use.key.read())
+                rows = ordered(kinds.of(layer.kind).keys(saved.read()))
             finally:
                 self._asking = False
-            self._found[layer.name].append(Found(node._sequence_nr(), rows, use, ordered, is_whole))
+            self._found[layer.name].append(
+                Found(sequence_number(use.node), rows, use, ordered, is_whole)
+            )
 
-    def _layer(self, use: Use) -> tuple[LayerMemory | None, bool]:
+    def _layer(self, use: Product) -> tuple[LayerMemory | None, bool]:
         """The layer a use is of, and whether it is the very one, not a part (or the reverse)."""
         parameter, start, stop = use.weight.parameter, use.weight.start, use.weight.stop
         own = [la for la in self._layers if (la.kind, la.weight) == (use.kind, parameter)]

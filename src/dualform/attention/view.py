@@ -1,339 +1,292 @@
 """One network out of a recorded run, as numbers: the run at some step, under some masks.
 
-Every parameter is a *base* (what no pattern accounts for: a W_0 + h m_0, what unrecorded steps
-wrote, or all of it where the parameter has no pattern resolution) plus the sum over the patterns
-that wrote into it. This file says which base, which patterns and with which coefficients;
-`engine.py` does the summing.
+The weights after any number of updates are the very ones of training: kept states, and replays from
+them (`certificate`). What patterns wrote into them is known besides; what is left when that and the
+initial part are taken away is the *remainder*. A mask takes away some of what patterns wrote, and
+nothing else: W − Σ (1 − w_t) c_t δ_t ⊗ x_t.
 
 Why it is hard: weight and bias of one layer follow different rules, several layers may share one
-parameter, and some parameters were only accounted for step by step. All of that ends here.
+parameter, a run may have been taken back to an earlier step, and of some parameters no pattern's
+share is known. All of that ends here.
 """
 
 from __future__ import annotations
+
+import copy
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.attention import engine, grouping, preconditioned
+from dualform.attention import engine, grouping, written
 from dualform.attention.averaging import Averaging
-from dualform.attention.group_matrices import are_worth_having, columns_of, group_matrices
-from dualform.attention.masks import Mask, row_weights
-from dualform.attention.rounding import as_computed
+from dualform.attention.entrywise import Way
+from dualform.attention.masks import Mask, columns_of, row_weights
+from dualform.attention.reach import ENTRYWISE, LINEAR, Reach, reach
 from dualform.attention.tables import kept
+from dualform.certificate.replay import Record, Replay, at, threads_of
 from dualform.errors import QueryError
-from dualform.layers.kinds import multiply
-from dualform.learning_rules import Coefficients, ParameterLog, coefficients
+from dualform.layers import kinds
+from dualform.learning_rules import Classes, Coefficients, coefficients
 from dualform.memory import LayerMemory, Memory
 
 
 class View:
-    """A recorded network after `at` updates, with masks."""
+    """A recorded network after `at` updates, with masks. `known`: classes that are not torch's."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        at: int,
-        masks: tuple[Mask, ...] = (),
-        averaging: Averaging | None = None,
-    ) -> None:
-        self.memory = memory
-        self.at = at
-        self.masks = masks
-        self.averaging = averaging
-        self.average = None if averaging is None else averaging.weights(at)
-        self._coefficients: dict[str, Coefficients] = {}
-        self._row_weights: dict[str, engine.Reals] = {}
+    def __init__(self, memory: Memory, step: int, known: Classes) -> None:
+        self.memory, self.at, self.known = memory, step, known
+        self.masks: tuple[Mask, ...] = ()
+        self.averaging: Averaging | None = None
+        self.average: NDArray[np.float64] | None = None
+        self._records: dict[str, Record] = {}
+        self._actual: dict[str, Tensor] = {}
+        self._parts: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
         self._weights: dict[str, Tensor] | None = None
-        self._initial: dict[str, preconditioned.Initial] = {}
 
-    def is_adaptive(self, parameter: str) -> bool:
-        """Whether Adam or one of its relatives trained it: its coefficients are no scalars."""
-        known = self.memory.parameters[parameter]
-        return known.adaptive is not None and known.coverage in ("patterns", "steps", "accumulated")
+    def masked(self, masks: tuple[Mask, ...]) -> View:
+        """The same state under other masks."""
+        other = copy.copy(self)  # what is known of the state without masks is shared
+        other.masks, other._weights = masks, None
+        return other
 
-    def writes_adaptively(self, layer: LayerMemory, parameter: str | None) -> bool:
-        """Whether a layer's patterns wrote into the parameter, by an adaptive rule."""
-        if parameter is None or not self.is_adaptive(parameter):
-            return False
-        return self.memory.parameters[parameter].coverage == "patterns"
+    def moved(self, step: int, averaging: Averaging | None) -> View:
+        """Another state, or an average of states, under the same masks."""
+        other = View(self.memory, step, self.known)
+        other.masks, other.averaging, other._records = self.masks, averaging, self._records
+        if averaging is not None:
+            other.average = averaging.weights(step)
+            if any(event.to is not None for event in self.memory.events):
+                raise QueryError(
+                    "averaged(...) was asked of a run that was taken back to an earlier step; "
+                    "expected one that went on from step to step. Ask at(step=...) instead"
+                )
+        return other
 
-    def _replayed(self, parameter: str) -> preconditioned.Initial:
-        """What no pattern wrote into a parameter that an adaptive rule trained."""
-        if parameter not in self._initial:
-            self._initial[parameter] = preconditioned.initial(
-                self.memory, parameter, self.at, self.average
-            )
-        return self._initial[parameter]
+    # -- the weights ----------------------------------------------------------------------------
 
-    def _is_stated(self, parameter: str) -> bool:
-        """Whether only the learned part itself is known of what an adaptive rule did."""
-        since = self.memory.parameters[parameter].accumulated_since
-        return self.is_adaptive(parameter) and since is not None and self.at > since
+    def actual(self, parameter: str) -> Tensor:
+        """A parameter as training had it in this state: its own dtype (an average: float64)."""
+        if parameter not in self._actual:
+            if self.average is None:
+                found = at(self.memory, parameter, self.at, self.known)
+            else:
+                found = self._mean(parameter, self.average)
+            self._actual[parameter] = found
+        return self._actual[parameter]
+
+    def _mean(self, parameter: str, share: NDArray[np.float64]) -> Tensor:
+        """Σ share[s] W_s over the states after s updates."""
+        memory, record = self.memory, self.record(parameter)
+        kept_steps, state = memory.kept.steps(parameter), self.at
+        total = at(memory, parameter, state, self.known).double() * float(share[state])
+        while state:
+            way = record.stretch(state, kept_steps, self.known)
+            if way.broken:  # each on its own: what cannot be rebuilt is named
+                for step in range(way.start, state):
+                    if share[step]:
+                        total += share[step] * at(memory, parameter, step, self.known).double()
+                state = way.start
+                continue
+            weights, since = memory.kept.weights(parameter, way.start).double(), way.start
+            replay = Replay(memory, parameter, memory.parameters[parameter].dtype, self.known)
+            with threads_of(memory, max(0, state - 1)):
+                for done in replay.run(way.start, way.steps):
+                    total += float(share[since : done.step + 1].sum()) * weights
+                    weights, since = done.weights.to(torch.float64, copy=True), done.step + 1
+            total += float(share[since:state].sum()) * weights
+            state = way.start
+        return total
 
     @property
-    def _when(self) -> str:
-        """Of which weights a table is, for its name."""
-        return f"after {self.at}" + ("" if self.averaging is None else f", {self.averaging}")
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter of this view: as training had it; under masks in float64."""
+        if self._weights is None:
+            self._weights = {name: self._masked(name) for name in self.memory.parameters}
+        return self._weights
 
-    def _refuse_average(self, parameter: str) -> None:
-        if self.averaging is not None:
-            raise QueryError(
-                f"what {parameter!r} learned is kept only now and then, so its average over steps "
-                "is not known. Record with every=1, error signals and a larger step_budget"
-            )
+    def _masked(self, parameter: str) -> Tensor:
+        """A parameter without what the masks take away."""
+        weights = self.actual(parameter)
+        for writer in self.writers(parameter) if self.masks else ():
+            if any(mask.concerns(writer.name) for mask in self.masks):
+                weights = weights.to(torch.float64, copy=True)
+                own = writer.rows_of(parameter)
+                weights[own] -= self._written_by(writer, parameter, is_taken=True)
+        return weights
 
-    def drops_unresolved(self, parameter: str) -> bool:
-        """Whether a mask asked that, without patterns, it falls back to its initial part."""
-        dropping = [mask for mask in self.masks if mask.unresolved == "drop"]
-        layers = [self.memory.layer(name) for name in self.memory.layers]
-        users = [la.name for la in layers if parameter in (la.weight, la.bias)]
-        return any(m.layers is None or any(map(m.concerns, users)) for m in dropping)
+    # -- what patterns wrote --------------------------------------------------------------------
 
-    def coefficients(self, parameter: str) -> Coefficients:
-        """a, h and c of one parameter at this step."""
-        if parameter not in self._coefficients:
-            self._coefficients[parameter] = coefficients(self.log(parameter), average=self.average)
-        return self._coefficients[parameter]
+    def record(self, parameter: str) -> Record:
+        """What is on record of a parameter."""
+        if parameter not in self._records:
+            self._records[parameter] = Record(self.memory, parameter)
+        return self._records[parameter]
 
-    def log(self, parameter: str) -> ParameterLog:
-        """What the optimizer did with a parameter up to this step, as its dtype computed it."""
-        dtype = self.memory.parameters[parameter].dtype
-        return as_computed(self.memory.log(parameter).head(self.at), dtype)
+    def reach(self, parameter: str) -> Reach:
+        """How far the shares of patterns in a parameter can be told apart here."""
+        return reach(self.record(parameter), self.at)
 
     def writers(self, parameter: str) -> tuple[LayerMemory, ...]:
-        """The layers whose patterns wrote into the parameter: several where it is shared."""
-        if self.memory.parameters[parameter].coverage != "patterns":
+        """The layers whose patterns' shares in the parameter are known."""
+        if not self.reach(parameter):
             return ()
-        layers = (self.memory.layer(name) for name in self.memory.layers)
-        return tuple(layer for layer in layers if parameter in (layer.weight, layer.bias))
+        layers = map(self.memory.layer, self.memory.parameters[parameter].layers)
+        return tuple(layer for layer in layers if layer.keep != "keys")
+
+    def need_reach(self, layer: LayerMemory) -> None:
+        """Refuse where nothing is known of what a layer's patterns wrote."""
+        found = self.reach(layer.weight)
+        if not found:
+            raise QueryError(
+                f"what patterns wrote into {layer.weight!r} cannot be told apart: {found.why}. "
+                "attend, at and verify work there; contributions and masks do not"
+            )
 
     def row_weights(self, layer: LayerMemory) -> engine.Reals:
-        """What the masks multiply each pattern's value by; 0 for patterns of later steps."""
-        if layer.name not in self._row_weights:
-            weights = row_weights(self.masks, layer)
-            self._row_weights[layer.name] = np.where(self._steps(layer) < self.at, weights, 0.0)
-        return self._row_weights[layer.name]
+        """What the masks multiply each pattern's value by; 0 for those that wrote nothing here:
+        patterns of later steps, and of steps that were taken back."""
+        return np.where(self._is_on_path(layer), row_weights(self.masks, layer), 0.0)
 
     def included(self, layer: LayerMemory) -> NDArray[np.bool_] | None:
         """Which patterns have a part in this view; None where all of them have."""
         masked = any(mask.concerns(layer.name) for mask in self.masks)
-        if not masked and self.at == self.memory.steps:
+        taken_back = any(event.to is not None for event in self.memory.events)
+        if not masked and not taken_back and self.at == self.memory.steps:
             return None
         included: NDArray[np.bool_] = self.row_weights(layer) != 0
         return included
 
-    def row_coefficients(self, layer: LayerMemory, parameter: str | None) -> engine.Reals | None:
-        """w_t c_t: how much of each pattern is in the parameter; None if none of it is.
+    def _is_on_path(self, layer: LayerMemory) -> NDArray[np.bool_]:
+        steps = layer.patterns["step"]
+        is_on = np.zeros(self.memory.steps + 1, bool)
+        is_on[self.memory.path_to(layer.weight, self.at)] = True
+        found: NDArray[np.bool_] = is_on[steps]
+        return found
 
-        None as well where an adaptive rule trained it: see `written`.
-        """
-        coverage = None if parameter is None else self.memory.parameters[parameter].coverage
-        if parameter is None or coverage != "patterns" or self.is_adaptive(parameter):
-            return None
-        per_pattern = self.coefficients(parameter).per_pattern(self._steps(layer))
-        return self.row_weights(layer) * per_pattern
-
-    def initial_parts(self, parameter: str) -> tuple[Tensor, Tensor | None]:
-        """a W_0 and h m_0 (None if there was no momentum buffer), float64."""
-        initial = self.memory.initial(parameter).double()
-        untrained = self.memory.parameters[parameter].coverage == "untrained"
-        if untrained or self._is_stated(parameter):
-            return initial, None
-        if self.is_adaptive(parameter):
-            replayed = self._replayed(parameter)
-            return replayed.weights, replayed.momentum
-        factors = self.coefficients(parameter)
-        buffer = self.memory.initial_momentum(parameter)
-        return factors.initial * initial, (
-            None if buffer is None else factors.momentum * buffer.double()
-        )
-
-    def unresolved(self, parameter: str) -> Tensor | None:
-        """What was learned without pattern resolution, float64; None if nothing, or dropped."""
+    def coefficients(self, parameter: str) -> Coefficients:
+        """a, h and c of a parameter that SGD moved, in this state."""
         known = self.memory.parameters[parameter]
-        if known.coverage not in ("steps", "accumulated") or self.drops_unresolved(parameter):
+        path = self.memory.path_to(parameter, self.at)
+        log = self.record(parameter).log
+        return coefficients(log, self.memory.settings, path, known.dtype, self.average)
+
+    def way(self, parameter: str) -> Way:
+        """The steps of a rule that goes entry by entry, from the last to the first."""
+        return Way(self.record(parameter), self.at, self.known, self.average)
+
+    def scales(
+        self, layer: LayerMemory, parameter: str | None
+    ) -> tuple[engine.Reals, Way | None] | None:
+        """How much of each pattern is in a parameter: numbers [T], masks included, and beside them,
+        where its rule goes entry by entry, the way of its factors. None: that is not known."""
+        if parameter is None or layer.keep == "keys":
             return None
-        since = known.accumulated_since
-        if since is not None and self.at > since:  # before that, every step was kept
-            self._refuse_average(parameter)
-            return self.memory.learned(parameter, self.at).double()
-        if self.is_adaptive(parameter):
-            return self._replayed(parameter).by_steps
-        factors = self.coefficients(parameter).steps
-        total = torch.zeros(known.shape, dtype=torch.float64)
-        for step, applied in self.memory.step_gradients(parameter):
-            if step < self.at and factors[step] != 0:
-                total += factors[step] * applied.double()
-        return total
-
-    def unrecorded(self, parameter: str) -> Tensor | None:
-        """U, what the steps wrote whose patterns were not kept (`every=k`), float64.
-
-        None if every step was recorded, or if it is dropped.
-        """
-        known = self.memory.parameters[parameter]
-        if self.memory.every == 1 or known.coverage != "patterns":
+        how, numbers = self.reach(parameter).how, self.row_weights(layer)
+        if how == ENTRYWISE:
+            return numbers, self.way(parameter)
+        if how != LINEAR:
             return None
-        self._refuse_average(parameter)
-        if self.drops_unresolved(parameter):
-            return None
-        return self.memory.unrecorded(parameter, self.at)[0]
-
-    def base(self, parameter: str) -> Tensor:
-        """Everything in the parameter that no pattern accounts for, float64."""
-        initial, momentum = self.initial_parts(parameter)
-        base = initial.clone()  # the caller may add to it
-        for part in (momentum, self.unresolved(parameter), self.unrecorded(parameter)):
-            if part is not None:
-                base += part
-        return base
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """Every parameter of this view in float64, rebuilt in one pass over each layer, once."""
-        if self._weights is None:
-            self._weights = self.rebuild()
-        return self._weights
-
-    def holding(self, weights: dict[str, Tensor]) -> View:
-        """The same view with weights that are already known (or are meant to differ)."""
-        view = View(self.memory, self.at, self.masks, self.averaging)
-        view._weights = weights
-        return view
-
-    def rebuild(self) -> dict[str, Tensor]:
-        """Every parameter: its base plus what the patterns of each layer wrote, float64."""
-        rebuilt = {name: self.base(name) for name in self.memory.parameters}
-        for name in self.memory.layers:
-            layer = self.memory.layer(name)
-            parts = self._learned(layer)
-            for parameter, part in zip((layer.weight, layer.bias), parts, strict=True):
-                if parameter is not None and part is not None:
-                    rebuilt[parameter][layer.rows_of(parameter)] += part
-                elif self.writes_adaptively(layer, parameter):
-                    assert parameter is not None
-                    rebuilt[parameter][layer.rows_of(parameter)] += self.written(layer, parameter)
-        return rebuilt
+        return numbers * self.coefficients(parameter).per_pattern(layer.patterns["step"]), None
 
     def written(self, layer: LayerMemory, parameter: str) -> Tensor:
-        """What a layer's patterns wrote into a parameter of an adaptive rule, masks included.
+        """What a layer's patterns wrote into (its rows of) a parameter, masks included: float64."""
+        return self._written_by(layer, parameter, is_taken=False)
 
-        float64, in the shape of the layer's rows of it. By matrices of groups where that is
-        possible: one sweep, and then sums of them; else by a sweep of its own.
-        """
+    def _written_by(self, layer: LayerMemory, parameter: str, *, is_taken: bool) -> Tensor:
+        """The same, or what the masks take away of it; by matrices of groups where they fit."""
         columns = columns_of(self.masks, layer)
         cells = None if columns is None else grouping.cells(layer.patterns, columns)
-        if cells is None or not are_worth_having(layer, cells):
-            weights = self.row_weights(layer)
-            return preconditioned.written(
-                self.memory, layer, parameter, self.at, [weights], self.average
-            )[0]
+        left = row_weights(self.masks, layer)
+        wanted = 1 - left if is_taken else left
+        bare = self.masked(())
+        scales = bare.scales(layer, parameter)
+        assert scales is not None
+        numbers, way = scales
+        if cells is None or not written.are_worth_having(layer, len(cells.values)):
+            return written.sums(layer, parameter, numbers * wanted, way)[0]
         codes, count = cells.codes, max(1, len(cells.values))
-
-        def build() -> dict[str, Tensor]:
-            groups: list[engine.Reals | None] = [None]
-            if count > 1:
-                groups = [np.where(codes == group, 1.0, 0.0) for group in range(count)]
-            found = preconditioned.written(
-                self.memory, layer, parameter, self.at, groups, self.average
-            )
-            return {"written": found}
-
-        about = f"written into {parameter} by {columns} {self._when}"
-        matrices = kept(layer, about, build)["written"]
+        about = f"written into {parameter} by {columns} after {self.at}, {self.averaging}"
+        build = partial(written.sums, layer, parameter, numbers, way, codes, count)
+        matrices = kept(layer, about, lambda: {"written": build()})["written"]
         strength = np.zeros(count)
-        strength[codes] = row_weights(self.masks, layer)  # the same all over a cell
+        strength[codes] = wanted  # the same all over a cell
         total: Tensor = torch.tensordot(torch.from_numpy(strength), matrices, 1)
         return total
 
-    def _learned(self, layer: LayerMemory) -> tuple[Tensor | None, Tensor | None]:
-        """What a layer's patterns wrote into weight and bias, under the masks, float64.
+    def parts(self, parameter: str) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What no pattern wrote: the share of W_0, that of m_0, and the remainder; float64."""
+        if parameter not in self._parts:
+            bare = self.masked(())
+            initial, momentum = bare._initial(parameter)
+            remainder = self.actual(parameter).double() - initial
+            if momentum is not None:
+                remainder -= momentum
+            for writer in self.writers(parameter):
+                remainder[writer.rows_of(parameter)] -= bare.written(writer, parameter)
+            self._parts[parameter] = initial, momentum, remainder
+        return self._parts[parameter]
 
-        By matrices of groups where masks go by columns with few values; else pattern by pattern.
-        """
-        columns = columns_of(self.masks, layer)
-        cells = None if columns is None else grouping.cells(layer.patterns, columns)
-        if cells is None or not are_worth_having(layer, cells):
-            return engine.learned(
-                layer,
-                self.row_coefficients(layer, layer.weight),
-                self.row_coefficients(layer, layer.bias),
-            )
-        bare = View(self.memory, self.at, averaging=self.averaging)
-        factors = [bare.row_coefficients(layer, name) for name in (layer.weight, layer.bias)]
-        if all(factor is None for factor in factors):
-            return None, None
-        matrices = group_matrices(layer, cells, f"by {columns} {self._when}", *factors)
-        strength = np.zeros(len(cells.values))
-        strength[cells.codes] = row_weights(self.masks, layer)  # the same all over a cell
-        each = torch.from_numpy(strength)
-        weight, bias = (None if m is None else torch.tensordot(each, m, 1) for m in matrices)
-        return weight, bias
+    def _initial(self, parameter: str) -> tuple[Tensor, Tensor | None]:
+        """What is left of W_0 and m_0."""
+        if self.reach(parameter).how == ENTRYWISE:
+            way = self.way(parameter)
+            for _ in way:
+                pass
+            return way.initial()
+        found, memory = self.coefficients(parameter), self.memory.kept
+        momentum = memory.state(parameter, 0).get("momentum_buffer")
+        initial = found.initial * memory.weights(parameter, 0).double()
+        return initial, None if momentum is None else found.momentum * momentum.double()
+
+    def base(self, parameter: str) -> Tensor:
+        """Everything in the parameter that no pattern wrote, float64; all of it, where no
+        pattern's share is known."""
+        if not self.reach(parameter):
+            return self.actual(parameter).double()
+        initial, momentum, remainder = self.parts(parameter)
+        return initial + remainder if momentum is None else initial + momentum + remainder
+
+    # -- outputs --------------------------------------------------------------------------------
 
     def output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
-        """The layer's output by the rebuilt weights: [n, d_in] -> [n, d_out], float64."""
-        own = self.weights[layer.weight][layer.rows_of(layer.weight)]
-        output = multiply(layer.kind, own, queries.double())
+        """The layer's output by this view's weights: [n, d_in] -> [n, d_out], float64."""
+        own = self.weights[layer.weight].double()[layer.rows_of(layer.weight)]
+        output = kinds.of(layer.kind).multiply(own, queries.double())
         if layer.bias is not None:
-            output = output + self.weights[layer.bias][layer.rows_of(layer.bias)]
+            output = output + self.weights[layer.bias].double()[layer.rows_of(layer.bias)]
         return output
 
     def dual_output(self, layer: LayerMemory, queries: Tensor) -> Tensor:
         """The layer's output as attention, literally: base·q + Σ_t w_t c_t (x_t·q) δ_t + bias.
 
         queries [n, d_in] float64 -> [n, d_out] float64. What a layer of another kind wrote into a
-        shared weight (an embedding into the layer it is tied to) is summed into a matrix first.
+        shared weight (an embedding into the layer it is tied to), and what a rule wrote that goes
+        entry by entry, is summed into a matrix first.
         """
-        own = self.base(layer.weight)[layer.rows_of(layer.weight)]
+        kind, name = kinds.of(layer.kind), layer.weight
+        own = self.base(name)[layer.rows_of(name)]
         output = torch.zeros(len(queries), layer.out_features, dtype=torch.float64)
-        for writer in self.writers(layer.weight):
-            factors = self.row_coefficients(writer, layer.weight)
-            written, here = shared_rows(writer, layer, layer.weight)
-            if self.is_adaptive(layer.weight):
-                if writer.kind == layer.kind and writer.shape == layer.shape:
-                    output[:, here if layer.kind == "linear" else slice(None)] += (
-                        preconditioned.outputs(
-                            self.memory,
-                            layer,
-                            writer,
-                            self.at,
-                            self.row_weights(writer),
-                            queries,
-                            self.average,
-                        )
-                    )
-                else:
-                    own[here] += self.written(writer, layer.weight)[written]
-                continue
-            if factors is None:
-                continue
-            if writer.kind == layer.kind == "linear":
-                output[:, here] += engine.dual_outputs(writer, factors, queries)[:, written]
-            elif writer.kind == layer.kind and writer.shape == layer.shape:
-                output += engine.dual_outputs(writer, factors, queries)
+        for writer in self.writers(name):
+            scales = self.scales(writer, name)
+            assert scales is not None
+            numbers, way = scales
+            alike = writer.kind == layer.kind and writer.rows_of(name) == layer.rows_of(name)
+            if alike and way is None and writer.has_error_signals:
+                output += engine.dual_outputs(writer, numbers, queries)
             else:
-                matrix, _ = engine.learned(writer, factors)
-                assert matrix is not None
-                own[here] += matrix[written]
-        output += multiply(layer.kind, own, queries)
+                theirs, here = shared_rows(writer, layer, name)
+                own[here] += self.written(writer, name)[theirs]
+        output += kind.multiply(own, queries)
         if layer.bias is not None:
-            output = output + self.base(layer.bias)[layer.rows_of(layer.bias)]
+            bias = self.base(layer.bias)[layer.rows_of(layer.bias)]
             for writer in self.writers(layer.bias):
-                if self.is_adaptive(layer.bias):
-                    written, here = shared_rows(writer, layer, layer.bias)
-                    output[:, here] += self.written(writer, layer.bias)[written]
-                    continue
-                _, part = engine.learned(writer, None, self.row_coefficients(writer, layer.bias))
-                if part is not None:
-                    written, here = shared_rows(writer, layer, layer.bias)
-                    output[:, here] += part[written]
+                theirs, here = shared_rows(writer, layer, layer.bias)
+                bias[here] += self.written(writer, layer.bias)[theirs]
+            output = output + bias
         return output
-
-    def _steps(self, layer: LayerMemory) -> engine.Rows:
-        steps: engine.Rows = layer.patterns["step"]
-        return steps
 
 
 def shared_rows(writer: LayerMemory, layer: LayerMemory, parameter: str) -> tuple[slice, slice]:
@@ -345,12 +298,16 @@ def shared_rows(writer: LayerMemory, layer: LayerMemory, parameter: str) -> tupl
 
 
 def layers_named(memory: Memory, layers: str | list[str] | tuple[str, ...] | None) -> list[str]:
-    """The layers a question is about: all of them, or the named ones, which must exist."""
+    """The layers a question about attention is about: those with keys, or the named ones."""
     if layers is None:
-        return list(memory.layers)
+        return [name for name in memory.layers if memory.layer(name).key_width]
     names = [layers] if isinstance(layers, str) else list(layers)
     if not names:
         raise QueryError(f"layers=[] names no layer; recorded are: {', '.join(memory.layers)}")
     for name in names:
-        memory.layer(name)  # QueryError naming the layers that exist
+        if not memory.layer(name).key_width:  # QueryError naming the layers that exist
+            raise QueryError(
+                f"layer {name!r} was asked what it looked at; it keeps what each example wrote, "
+                "and no keys. It has contributions: contribute(..., layer=...)"
+            )
     return names

@@ -63,7 +63,7 @@ def all_weights(
 
     `of="error_signals"` gives δ·g instead, for directions g in place of queries.
     """
-    if of == "keys" and layer.kind == "embedding":
+    if of == "keys" and engine.looks_up(layer):
         return _of_tokens(layer, queries, included)
     distinct = layer.distinct if of == "keys" else None
     if distinct is not None:  # keys that recur are weighed once
@@ -259,7 +259,7 @@ def refuse(layer: LayerMemory, start: int, stop: int, of: str = "keys") -> None:
 
 def norms(layer: LayerMemory) -> engine.Reals:
     """‖x‖ of every pattern, [T] float64; keys must be finite numbers."""
-    if layer.kind == "embedding":
+    if engine.looks_up(layer):
         return np.ones(layer.rows)
     array: engine.Reals = kept(layer, "norms", lambda: _lengths(layer))["norms"].numpy()
     return array
