@@ -339,9 +339,11 @@ class DualForm:
         ]
         for name in self.memory.layers:
             layer = self.memory.layer(name)
-            lines.append(
-                f"  {name}: {layer.in_features} → {layer.out_features}, {layer.rows:,} patterns"
-            )
+            sizes = " × ".join(map(str, layer.shape))
+            what = {"patterns": "patterns", "keys": "keys alone", "examples": "examples"}[
+                layer.keep
+            ]
+            lines.append(f"  {name}: {layer.kind} {sizes}, {layer.rows:,} {what}")
         if self.is_masked:
             lines.append("  a mask takes away what patterns wrote; it is not retraining")
             if self._untouched:
