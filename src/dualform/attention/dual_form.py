@@ -262,7 +262,7 @@ class DualForm:
         if example is not None:
             return splitting.of_example(self._view, example, target, layer, label)
         model = self._model("a contribution to the model's output")
-        asked = splitting.Question(self._view, model, inputs, kwargs)
+        asked = splitting.OneInput(self._view, model, inputs, kwargs)
         return splitting.of_input(asked, target, layer, label)
 
     def at(self, step: int) -> DualForm:

@@ -86,7 +86,7 @@ class Scanned:
 _NOTHING = torch.empty(0, 0, dtype=torch.float64)
 
 
-class Buffer:
+class Room:
     """Room that is used again for block after block: fresh memory costs more than converting."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ def scan(
 
     The tensors are valid until the next block.
     """
-    room = Buffer(torch.float64), Buffer(torch.float64)
+    room = Room(torch.float64), Room(torch.float64)
     blocks = layer.blocks(block, keys=keys, error_signals=error_signals)
     for part in reported(blocks, layer.rows):
         size = part.rows
@@ -162,7 +162,7 @@ def key_blocks(
     In order; or, given a number per pattern, the blocks with the largest `first`. Keys are valid
     until the next block.
     """
-    room = Buffer(torch.float32)
+    room = Room(torch.float32)
     parts: Iterable[Block] = layer.blocks(block, error_signals=False)
     if first is not None:
         parts = _largest_first(list(parts), first)

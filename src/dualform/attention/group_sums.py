@@ -71,7 +71,7 @@ def group_sums(
     table = key_sums(layer, included, codes, groups, build)
     signed = torch.empty(len(queries), groups, dtype=torch.float64)
     mixed = torch.ones(len(queries), dtype=torch.bool)
-    room = engine.Buffer(torch.float64)
+    room = engine.Room(torch.float64)
     for low in range(0, len(queries), QUERIES_AT_ONCE):
         here = slice(low, low + QUERIES_AT_ONCE)
         wide = room.converted(queries[here])
@@ -161,7 +161,7 @@ def _build_from_distinct(
 
 def _add_rows(keys: Tensor, codes: NDArray[np.int64], sums: Tensor) -> None:
     """Add each key to its group's sum, widened in pieces that stay in the cache."""
-    step, room = max(1, CACHED // keys.shape[1]), engine.Buffer(torch.float64)
+    step, room = max(1, CACHED // keys.shape[1]), engine.Room(torch.float64)
     groups = torch.arange(len(sums))[:, None]
     for start in range(0, len(keys), step):
         wide = room.converted(keys[start : start + step])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention.engine import gather_keys, looks_up
-from dualform.attention.used import Uses
+from dualform.attention.used import GraphUses
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
 from dualform.layers import ROOT_NAME, find_layers, kinds, layer_by_layer
@@ -201,10 +201,10 @@ def run_with_uses(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any],
     layers: Sequence[str],
-) -> tuple[Any, Uses]:
+) -> tuple[Any, GraphUses]:
     """The network's output, with gradients on, and what its graph knows of these layers' uses."""
     state = _state(model, view, inputs, kwargs)
-    uses = Uses([view.memory.layer(name) for name in layers], state)
+    uses = GraphUses([view.memory.layer(name) for name in layers], state)
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(layer_by_layer())

@@ -45,9 +45,11 @@ def reach(record: Record, at: int) -> Reach:
     if not record.explained[moved].all():
         step = int(moved[~record.explained[moved]][0])
         why = record.cause(step)[0]
+        rule = rule_of(memory.settings[log.setting[step]].path)
+        name = "its rule" if rule is None else rule.name
         return Reach(
             "",
-            f"its rule goes entry by entry, and how is not known after step {step}: {why}. "
-            f"at(step={step}) can be asked",
+            f"{name} divides by what it remembers of earlier gradients, and that of step {step} is "
+            f"not explained by patterns: {why}. at(step={step}) can be asked",
         )
     return Reach(ENTRYWISE)

@@ -31,7 +31,7 @@ SAVING = 2
 """How often a key must be met on average for its first to stand for all."""
 
 
-class Recurring:
+class RecurringKeys:
     """Each pattern's distinct key, as a number [T]; and the keys, in the order of their numbers."""
 
     def __init__(self, layer: LayerMemory, number: NDArray[np.int64], first: engine.Rows) -> None:
@@ -49,7 +49,7 @@ class Recurring:
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The distinct keys, float64, a block at a time; valid until the next."""
-        room = engine.Buffer(torch.float64)
+        room = engine.Room(torch.float64)
         if self._layer.distinct is not None:
             for start, keys in engine.distinct_blocks(self._layer.distinct):
                 yield slice(start, start + len(keys)), room.converted(keys)
@@ -62,19 +62,19 @@ class Recurring:
             start += len(part.rows)
 
 
-def recurring_keys(layer: LayerMemory, queries: int) -> Recurring | None:
+def recurring_keys(layer: LayerMemory, queries: int) -> RecurringKeys | None:
     """The layer's distinct keys, where so many queries make that worth knowing; else None."""
     distinct = layer.distinct
     if distinct is not None:
         number = distinct.references
-        return Recurring(layer, number, np.arange(distinct.rows))
+        return RecurringKeys(layer, number, np.arange(distinct.rows))
     if queries < ENOUGH_QUERIES or layer.rows < WORTH:
         return None
     table = kept(layer, "recurring keys", lambda: _find(layer))
     first = table["first"].numpy()
     if SAVING * len(first) > layer.rows:
         return None
-    return Recurring(layer, table["number"].numpy().astype(np.int64), first)
+    return RecurringKeys(layer, table["number"].numpy().astype(np.int64), first)
 
 
 def _find(layer: LayerMemory) -> dict[str, torch.Tensor]:

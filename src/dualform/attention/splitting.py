@@ -4,7 +4,7 @@ A recorded example is asked at one layer: its last keys are the queries, the tar
 layer's own outputs. A new input runs through the network once, with gradients on: what each layer
 receives are its queries, and d(target)/d(layer output) is the direction. Layers that are modules
 are looked at by hooks (`targets.Traced`); weights that are used without one, attention's packed
-projections or functional code, by the nodes they leave in the autograd graph (`used.Uses`).
+projections or functional code, by the nodes they leave in the autograd graph (`used.GraphUses`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dualform.layers import kinds
 from dualform.memory import LayerMemory
 
 
-class Question(NamedTuple):
+class OneInput(NamedTuple):
     """A view, its architecture, and one input as the model takes it."""
 
     view: View
@@ -59,16 +59,16 @@ def of_example(
     return contribution(view, known, asked(known, rows, direction), Target(name, first_order=False))
 
 
-def of_input(question: Question, target: Aim, layer: str | None, label: int | None) -> Contribution:
+def of_input(given: OneInput, target: Aim, layer: str | None, label: int | None) -> Contribution:
     """What patterns wrote into an output of the model for a new input."""
-    memory = question.view.memory
+    memory = given.view.memory
     if layer is not None and memory.layer(layer).keep == "keys":
         memory.layer(layer).need_error_signals("a contribution")
     traced = Traced()
     names = memory.layers if layer is None else (layer,)
     with torch.enable_grad():
         output = asking.run(
-            question.model, question.view, question.inputs, question.kwargs, traced.on_layer, names
+            given.model, given.view, given.inputs, given.kwargs, traced.on_layer, names
         )
     if not isinstance(output, Tensor):
         raise QueryError(
@@ -80,9 +80,9 @@ def of_input(question: Question, target: Aim, layer: str | None, label: int | No
     if chosen is not None and chosen in traced.calls:
         told = Target(f"{name} of the model", first_order=chosen != produced)
         value = (output * direction.to(output)).sum()
-        return _through_calls(question.view, traced, memory.layer(chosen), value, told)
+        return _through_calls(given.view, traced, memory.layer(chosen), value, told)
     functional = [n for n in names if n not in traced.calls]
-    return _through_uses(question, functional, layer, direction, name)
+    return _through_uses(given, functional, layer, direction, name)
 
 
 def _through_calls(
@@ -107,13 +107,11 @@ def _through_calls(
 
 
 def _through_uses(
-    question: Question, names: Sequence[str], layer: str | None, direction: Tensor, name: str
+    given: OneInput, names: Sequence[str], layer: str | None, direction: Tensor, name: str
 ) -> Contribution:
     """The same for a weight that is used without its module being called."""
-    memory = question.view.memory
-    output, uses = asking.run_with_uses(
-        question.model, question.view, question.inputs, question.kwargs, names
-    )
+    memory = given.view.memory
+    output, uses = asking.run_with_uses(given.model, given.view, given.inputs, given.kwargs, names)
     produced = uses.layer_of(output)
     chosen = layer if layer is not None else produced
     if chosen is None:
@@ -128,4 +126,4 @@ def _through_uses(
     asking.check_finite(rows, f"what layer {chosen!r} receives for this input")
     primal = float((uses.output(known, rows).double() * slopes.double()).sum())
     told = Target(f"{name} of the model", first_order=chosen != produced)
-    return contribution(question.view, known, asked(known, rows, slopes), told, primal)
+    return contribution(given.view, known, asked(known, rows, slopes), told, primal)

@@ -36,7 +36,7 @@ class Found(NamedTuple):
     """Whether the product is with all of the layer's rows, not with a part of them."""
 
 
-class Uses:
+class GraphUses:
     """Collects what some layers are multiplied with while a network runs with gradients on.
 
     `state` is what the network runs with; the layers' parameters in it become leaves of the graph.

@@ -46,7 +46,7 @@ class Visits:
 
     def blocks(self, size: int) -> Iterator[tuple[engine.Rows, Tensor]]:
         """Entries and their keys [b, d_in], float32 or float64, a block at a time."""
-        room = engine.Buffer(torch.float32)
+        room = engine.Room(torch.float32)
         for start, keys in engine.distinct_blocks(self._keys, size):
             low, high = np.searchsorted(self.number, (start, start + len(keys)))
             place = self.number[low:high] - start

@@ -67,7 +67,9 @@ def all_weights(
         return _of_tokens(layer, queries, included)
     distinct = layer.distinct if of == "keys" else None
     if distinct is not None:  # keys that recur are weighed once
-        rows = (Rows(start, keys) for start, keys in engine.distinct_blocks(distinct, _size(layer)))
+        rows = (
+            RowsFrom(start, keys) for start, keys in engine.distinct_blocks(distinct, _size(layer))
+        )
         out = _weigh(layer, queries, distinct.rows, rows, of)[:, distinct.references]
     else:
         blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
@@ -88,21 +90,21 @@ def _of_tokens(
     return np.where(same if included is None else same & included, 1.0, 0.0)
 
 
-class Rows(NamedTuple):
+class RowsFrom(NamedTuple):
     """Some consecutive rows to be weighed, and where they begin."""
 
     start: int
     keys: Tensor
 
 
-def _rows(part: Block, of: str) -> Rows:
+def _rows(part: Block, of: str) -> RowsFrom:
     keys = engine.keys_of(part) if of == "keys" else part.error_signals
     assert keys is not None
-    return Rows(part.start, keys)
+    return RowsFrom(part.start, keys)
 
 
 def _weigh(
-    layer: LayerMemory, queries: Tensor, count: int, rows: Iterable[Rows], of: str
+    layer: LayerMemory, queries: Tensor, count: int, rows: Iterable[RowsFrom], of: str
 ) -> engine.Reals:
     """The weights of so many rows, [n, count]; zero for those that are left out."""
     out = np.zeros((len(queries), count))
@@ -110,7 +112,7 @@ def _weigh(
     asked = np.ascontiguousarray(queries.numpy())
     room = threading.local()
 
-    def one(some: Rows) -> None:
+    def one(some: RowsFrom) -> None:
         stop = some.start + len(some.keys)
         here = out[:, some.start : stop]
         if fast is not None:
@@ -153,7 +155,7 @@ def pair_weights(
     out = np.zeros(len(rows))
     fast = kernels(layer)
     asked = np.ascontiguousarray(queries.numpy())
-    buffers, room = threading.local(), engine.Buffer(torch.float64)
+    buffers, room = threading.local(), engine.Room(torch.float64)
     for start, size, read in _parts(layer, of_distinct):
         low, high = np.searchsorted(rows, (start, start + size))
         if low == high:
@@ -202,7 +204,7 @@ def _by_pairs(fast: Kernels, keys: NDArray[Any], queries: engine.Reals, out: eng
 def _by_rows(keys: Tensor, queries: engine.Reals, out: engine.Reals, room: threading.local) -> None:
     """The same without compiled loops: row by row, in pieces that stay in the cache."""
     if not hasattr(room, "wide"):
-        room.wide = engine.Buffer(torch.float64)
+        room.wide = engine.Room(torch.float64)
     step = max(1, CACHED // keys.shape[1])
     for start in range(0, len(keys), step):
         wide = room.wide.converted(keys[start : start + step]).numpy()
@@ -233,7 +235,7 @@ def _array(keys: Tensor, room: threading.local) -> NDArray[np.float32] | NDArray
     """Keys as compiled loops take them; 16 bits are widened into the thread's own buffer."""
     if keys.dtype not in (torch.float32, torch.float64):
         if not hasattr(room, "buffer"):
-            room.buffer = engine.Buffer(torch.float32)
+            room.buffer = engine.Room(torch.float32)
         keys = room.buffer.converted(keys)
     array: NDArray[np.float32] = keys.contiguous().numpy()
     return array

@@ -1,7 +1,7 @@
 """What patterns wrote into a parameter: weighted sums of δ ⊗ x, together or group by group.
 
 A row kept by patterns wrote δ xᵀ into its weight and δ into its bias; a row kept by examples is
-what it wrote. Everything that adds such rows up goes through `Rows`, so nothing else asks how a
+what it wrote. Everything that adds such rows up goes through `Writing`, so nothing else asks how a
 layer is kept. With the sums of groups at hand, any mask over the columns that made the groups is a
 sum of a few matrices: no pattern is looked at again.
 """
@@ -28,7 +28,7 @@ LARGEST = 1 << 28
 Codes = NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class Wrote(NamedTuple):
     """Some rows of a layer in float64: their numbers, and keys and error signals, or (by examples)
     None and what they wrote."""
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     wrote: Tensor
 
 
-class Rows:
+class Writing:
     """The rows of a layer, as what they wrote into one of its parameters."""
 
     def __init__(self, layer: LayerMemory, parameter: str) -> None:
@@ -47,31 +47,31 @@ class Rows:
         self.shape = self.kind.shape_of(layer.layer, self.role)
         self.by_examples = layer.keep == "examples"
 
-    def all(self, included: NDArray[np.bool_] | None) -> Iterator[Part]:
+    def all(self, included: NDArray[np.bool_] | None) -> Iterator[Wrote]:
         """All rows, or those included, block by block."""
         if not self.by_examples:
             for part in engine.scan(self.layer, included, keys=self.is_weight):
-                yield Part(part.rows, part.keys if self.is_weight else None, part.error_signals)
+                yield Wrote(part.rows, part.keys if self.is_weight else None, part.error_signals)
             return
         for low in range(0, self.layer.rows, engine.BLOCK):
             yield self.between(low, min(self.layer.rows, low + engine.BLOCK))
 
-    def between(self, low: int, high: int) -> Part:
+    def between(self, low: int, high: int) -> Wrote:
         """The rows from one to another."""
         rows = np.arange(low, high)
         if self.by_examples:
-            return Part(rows, None, self.layer.read(self.role, low, high).double())
+            return Wrote(rows, None, self.layer.read(self.role, low, high).double())
         keys = self.layer.read("keys", low, high).double() if self.is_weight else None
-        return Part(rows, keys, self.layer.read("error_signals", low, high).double())
+        return Wrote(rows, keys, self.layer.read("error_signals", low, high).double())
 
-    def of_step(self, step: int) -> Part | None:
+    def of_step(self, step: int) -> Wrote | None:
         """The rows of one step; None if there are none."""
         uses, own = self.layer.uses, self.layer.uses_of(step)
         if not len(own):
             return None
         return self.between(int(uses.start[own[0]]), int(uses.start[own[-1]] + uses.rows[own[-1]]))
 
-    def add(self, total: Tensor, part: Part, weights: engine.Reals) -> None:
+    def add(self, total: Tensor, part: Wrote, weights: engine.Reals) -> None:
         """Add what some rows wrote, each times its weight."""
         each = torch.from_numpy(np.ascontiguousarray(weights))
         if self.by_examples or not self.is_weight:
@@ -80,7 +80,7 @@ class Rows:
             assert part.keys is not None
             self.kind.write(total, part.keys, part.wrote * each[:, None])
 
-    def along(self, direction: Tensor, part: Part) -> engine.Reals:
+    def along(self, direction: Tensor, part: Wrote) -> engine.Reals:
         """What each row wrote along a direction of the parameter: ⟨direction, δ ⊗ x⟩."""
         if self.by_examples or not self.is_weight:
             found = part.wrote @ direction.reshape(-1)
@@ -106,7 +106,7 @@ def sums(
     groups: int = 1,
 ) -> Tensor:
     """Σ weight_t δ_t ⊗ x_t of every group, [groups, …], float64; with a way, each times its D_r."""
-    rows = Rows(layer, parameter)
+    rows = Writing(layer, parameter)
     codes = np.zeros(layer.rows, np.int64) if codes is None else codes
     total = torch.zeros(groups, *rows.shape, dtype=torch.float64)
     if way is None:
@@ -123,7 +123,7 @@ def sums(
     return total
 
 
-def _add(rows: Rows, total: Tensor, part: Part, weights: engine.Reals, codes: Codes) -> None:
+def _add(rows: Writing, total: Tensor, part: Wrote, weights: engine.Reals, codes: Codes) -> None:
     here = codes[part.rows]
     for group in np.unique(here).tolist():
         if len(total) == 1:
@@ -132,7 +132,7 @@ def _add(rows: Rows, total: Tensor, part: Part, weights: engine.Reals, codes: Co
         inside = np.flatnonzero(here == group)
         chosen = torch.from_numpy(inside)
         keys = None if part.keys is None else part.keys[chosen]
-        own = Part(part.rows[inside], keys, part.wrote[chosen])
+        own = Wrote(part.rows[inside], keys, part.wrote[chosen])
         rows.add(total[group], own, weights[own.rows])
 
 
@@ -144,7 +144,7 @@ def along(
     way: Way | None = None,
 ) -> engine.Reals:
     """What each pattern wrote into a parameter along a direction of the layer's rows of it: [T]."""
-    rows, found = Rows(layer, parameter), np.zeros(layer.rows)
+    rows, found = Writing(layer, parameter), np.zeros(layer.rows)
     if way is None:
         for part in rows.all(weights != 0):
             found[part.rows] = rows.along(direction, part)
