@@ -146,7 +146,10 @@ def _parameter(memory: df.Memory, known: Parameter) -> dict[str, Any]:
 
 
 def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
-    """How much of what it learned patterns do not explain ("nothing", "a part of it", "all of it"), and why."""
+    """How much of what it learned patterns do not explain: nothing, a part or all of it; and why.
+
+    Its share is not known here: `verify` says it.
+    """
     record = Record(memory, known.name)
     moved = record.log.moved
     if not moved.any():
@@ -216,8 +219,10 @@ def _events(found: dict[str, Any]) -> Iterator[str]:
     if len(events) > LISTED_EVENTS:
         yield f"{len(events) - LISTED_EVENTS} earlier ones (--json lists them)"
     for event in events[-LISTED_EVENTS:]:
-        back = "" if event["to"] is None else f", that after {event['to']:,}"
-        yield f"after {event['step']:,} updates: {event['why']}{back} ({_some(event['parameters'])})"
+        said = (
+            event["why"] if event["to"] is None else f"{event['why']}, that after {event['to']:,}"
+        )
+        yield f"after {event['step']:,} updates: {said} ({_some(event['parameters'])})"
 
 
 def _some(names: Sequence[str]) -> str:
