@@ -84,7 +84,7 @@ def _(chapter: Recorded) -> RenderableType:
 @draw.register
 def _(chapter: Certified) -> RenderableType:
     table = _table()
-    for head in ("parameter", "verdict", "replayed"):
+    for head in ("parameter", "verdict", "stretches replayed"):
         table.add_column(head)
     for name, verdict in chapter.verdicts.items():
         walked, ways = chapter.replayed[name]
@@ -298,7 +298,10 @@ def _contribution(chapter: Digit) -> RenderableType:
         table.add_row(*cells)
     head = Text(f"What wrote the logit of {chapter.predicted}", style="bold")
     head.append("  (fc3, in logits; + raises, − lowers it)", style=QUIET)
-    parts = [f"{name} {value:+.3f}" for name, value in chapter.initial.items()]
+    parts = [
+        f"{name} {value:+.{'3f' if abs(value) > 5e-4 else '0e'}}"
+        for name, value in chapter.initial.items()
+    ]
     parts.append(f"all training digits {sum(chapter.written_by_class):+.3f}")
     line = " · ".join(parts)
     total = (
