@@ -25,7 +25,7 @@ from recording import CLOCKS, measure
 
 WORDS, WIDTH, BATCH, LENGTH = 64, 128, 32, 128
 STEPS_PER_TURN = 2
-TARGET = 1.35
+TARGET = 1.12
 
 
 class Model(nn.Module):

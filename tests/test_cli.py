@@ -95,27 +95,58 @@ def process(*args: Any, cwd: Path, **settings: Any) -> subprocess.CompletedProce
 # info ---------------------------------------------------------------------------------------------
 
 
-def test_info_says_parameter_by_parameter_how_it_is_covered(ask: Any) -> None:
+def test_info_says_parameter_by_parameter_how_it_is_kept(ask: Any) -> None:
     result = ask("info", "run")
     assert result.exit_code == 0
-    assert "every pattern of fc1" in result.stdout
-    assert "its gradient at every step; no patterns" in result.stdout
-    assert "its value at every change" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["fc1.weight", "8", "×", "6", "patterns"] in lines
+    assert ["norm.weight", "8", "examples"] in lines
+    assert "norm.running_mean" in result.stdout
     assert "left, right" in result.stdout
-    assert "yes: every step was explained" in result.stdout
+    assert "every update of every parameter" in result.stdout
 
 
 def test_info_as_json_has_the_same_facts(ask_json: Any) -> None:
     facts = ask_json("info", "run")
-    assert (facts["steps"], facts["exact"], facts["closed"]) == (20, True, True)
-    covered = {p["name"]: p["coverage"] for p in facts["parameters"]}
-    assert covered["fc1.weight"] == "patterns"
-    assert covered["norm.weight"] == "steps"
+    assert (facts["steps"], facts["closed"]) == (20, True)
+    kept = {p["name"]: p["keep"] for p in facts["parameters"]}
+    assert (kept["fc1.weight"], kept["norm.weight"]) == ("patterns", "examples")
+    assert {p["not_explained"] for p in facts["parameters"]} == {"nothing"}
     columns = {c["name"]: c for c in facts["columns"]}
     assert columns["label"]["values"] == [0, 1, 2]
     assert (columns["step"]["distinct"], columns["step"]["highest"]) == (20, 19)
     assert facts["bytes_on_disk"] > 0
     assert facts["environment"]["torch"] == torch.__version__
+
+
+def test_info_names_what_patterns_do_not_explain_and_what_happened(
+    ask: Any, ask_json: Any, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keep = {"0": "patterns", "1": "keys", "*": "values"}
+    with df.record(model, optimizer, tmp_path / "run", keep=keep) as recorder:
+        for step in range(4):
+            recorder.tag(example=torch.arange(5))
+            model(torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                with torch.no_grad():
+                    model[0].bias.mul_(2)
+    facts = ask_json("info", tmp_path / "run")
+    kept = {layer["name"]: layer["keep"] for layer in facts["layers"]}
+    assert kept == {"0": "patterns", "1": "keys"}
+    lacking = {p["name"]: p["not_explained"] for p in facts["parameters"]}
+    assert (lacking["0.weight"], lacking["0.bias"]) == ("nothing", "a part of it")
+    assert {lacking[n] for n in ("1.weight", "1.bias", "2.weight", "2.bias")} == {"all of it"}
+    (event,) = facts["events"]
+    assert (event["step"], event["what"], event["parameters"]) == (2, "edited", ["0.bias"])
+    said = " ".join(ask("info", tmp_path / "run").stdout.split())
+    assert "every update of 1 of 6 parameters" in said
+    assert "all of it: its layer keeps keys alone" in said
+    assert "a part of it: changed between two updates (before step 2)" in said
+    assert "event after 2 updates: changed between two updates (0.bias)" in said
 
 
 # verify -------------------------------------------------------------------------------------------
@@ -128,10 +159,27 @@ def test_verify_alone_checks_the_run_against_itself(ask: Any, ask_json: Any) -> 
     assert {c["check"] for c in found["checks"]} >= {"fingerprints", "steps"}
 
 
-def test_verify_with_a_model_rebuilds_every_matrix(ask_json: Any) -> None:
+def test_verify_says_which_verdict_holds_for_which_parameter(ask: Any, ask_json: Any) -> None:
+    found = ask_json("verify", "run")
+    verdicts = {v["parameter"]: v["verdict"] for v in found["parameters"]}
+    assert {"fc1.weight", "fc1.bias", "norm.weight", "fc2.weight"} <= verdicts.keys()
+    shown = ask("verify", "run").stdout
+    for name, verdict in verdicts.items():
+        assert any(name in line and verdict in line for line in shown.splitlines())
+
+
+def test_verify_replays_every_step_if_asked(ask_json: Any, place: Path) -> None:
+    memory = df.Memory.open(place / "run")
+    found = ask_json("verify", "run", "--every-step")
+    for verdict in found["parameters"]:
+        ways = len(memory.kept.steps(verdict["parameter"])) - 1
+        assert (verdict["walked"], verdict["ways"]) == (ways, ways)
+
+
+def test_verify_with_a_model_compares_its_weights(ask_json: Any) -> None:
     found = ask_json("verify", "run", "--model", "cli_nets:net")
-    rebuilt = {c["parameter"] for c in found["checks"] if c["check"] == "weights"}
-    assert {"fc1.weight", "fc1.bias", "norm.weight", "fc2.weight"} <= rebuilt
+    compared = {c["parameter"] for c in found["checks"] if c["check"] == "weights"}
+    assert {"fc1.weight", "fc1.bias", "norm.weight", "fc2.weight"} <= compared
 
 
 def test_verify_with_an_input_compares_outputs(ask_json: Any) -> None:
@@ -148,17 +196,6 @@ def test_verify_compares_with_ones_own_checkpoint(place: Path, ask: Any, ask_jso
     result = ask(*model, "another.safetensors", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["passed"] is False
-
-
-def test_verify_with_a_model_needs_weights_to_compare_with(
-    place: Path, ask: Any, tmp_path: Path
-) -> None:
-    shutil.copytree(place / "run", tmp_path / "bare")
-    shutil.rmtree(tmp_path / "bare" / "snapshots")
-    assert ask("verify", tmp_path / "bare").exit_code == 0
-    result = ask("verify", tmp_path / "bare", "--model", "cli_nets:net")
-    assert result.exit_code == 2
-    assert "--weights" in result.stderr
 
 
 def test_a_damaged_file_is_named(place: Path, ask: Any, tmp_path: Path) -> None:
@@ -383,19 +420,28 @@ def test_a_memory_without_a_single_step_can_be_asked_what_it_is(ask: Any, tmp_pa
     assert ask("attend", tmp_path / "empty", "--example", 1).exit_code == 2
 
 
-def test_a_run_that_was_not_explained_says_so_and_does_not_verify(ask: Any, tmp_path: Path) -> None:
+def test_a_gradient_that_was_edited_leaves_its_parameter_with_kept_states_only(
+    ask: Any, ask_json: Any, tmp_path: Path
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with df.record(model, optimizer, tmp_path / "odd", audit="warn"):
-        model(torch.randn(3, 2)).sum().backward()
-        assert model.weight.grad is not None
-        model.weight.grad += torch.randn(2, 2)
-        with pytest.warns(UserWarning, match="not exact"):
-            optimizer.step()
-    result = ask("info", tmp_path / "odd")
-    assert "NO: see the remarks" in result.stdout
-    assert "'weight'" in result.stdout
-    assert ask("verify", tmp_path / "odd").exit_code == 1
+        for step in range(3):
+            model(torch.randn(3, 2)).sum().backward()
+            assert model.weight.grad is not None
+            if step == 1:
+                model.weight.grad += torch.randn(2, 2)
+                with pytest.warns(UserWarning, match="is not explained by its patterns"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    said = " ".join(ask("info", tmp_path / "odd").stdout.split())
+    assert "a part of it: its gradient was not explained at step 1" in said
+    verdicts = {
+        v["parameter"]: v["verdict"] for v in ask_json("verify", tmp_path / "odd")["parameters"]
+    }
+    assert verdicts == {"weight": "not replayable: kept states only", "bias": "bit for bit"}
 
 
 # As a process -------------------------------------------------------------------------------------

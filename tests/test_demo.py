@@ -53,7 +53,9 @@ def test_the_recorder_changed_nothing_and_the_memory_is_exact(chapters: list[Cha
     assert recorded.test_accuracy > 0.8
     certified = only(chapters, Certified)
     assert certified.passed
-    assert {"fc1.weight", "fc3.bias", "outputs by patterns"} <= set(certified.residuals)
+    assert set(certified.verdicts.values()) == {"bit for bit"} == {certified.verdict}
+    assert {"fc1.weight", "fc3.bias"} <= set(certified.verdicts)
+    assert certified.residuals.keys() == certified.bounds.keys() == {"outputs by attention"}
 
 
 def test_right_and_wrong_digits_are_shown(chapters: list[Chapter]) -> None:

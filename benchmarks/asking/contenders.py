@@ -35,7 +35,7 @@ def recorded(path: Path, patterns: int, width: int, **options: Any) -> nn.Sequen
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
     generator = torch.Generator().manual_seed(2)
     inputs, labels = images(EXAMPLES, generator)
-    settings = {"layers": [LAYER], "error_signals": False, "step_budget": 0} | options
+    settings = {"keep": {LAYER: "keys", "*": "values"}} | options
     with df.record(model, optimizer, path, **settings) as recorder:
         for step in range(patterns // BATCH):
             batch = torch.randint(0, EXAMPLES, (BATCH,), generator=generator)

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 import dualform as df
 
-TAKEN = frozenset({"by", "example", "label", "layer", "layers", "progress", "queries", "target"})
+TAKEN = frozenset(
+    {"by", "every_step", "example", "label", "layer", "layers", "progress", "queries", "target"}
+)
 """Keyword arguments of `DualForm`'s own verbs, which an input cannot be called."""
 
 
@@ -103,16 +105,12 @@ def build_model(spec: str) -> nn.Module:
 
 
 def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> nn.Module:
-    """The architecture with the weights training left: a checkpoint's, or the kept snapshot's."""
-    if weights is None and memory.steps not in memory.snapshot_steps:
-        raise df.DualFormError(
-            f"the memory keeps no snapshot of its last step {memory.steps} to compare rebuilt "
-            "matrices with (the recording was cut off, or it was deleted). Give your own "
-            "checkpoint with --weights FILE.safetensors, or verify without --model"
-        )
+    """The architecture with the weights training left: a checkpoint's, or the memory's own."""
     trained = df.DualForm(model, memory).to_model()
+    if weights is None:
+        return trained
     held = dict(trained.named_parameters()) | dict(trained.named_buffers())
-    given = memory.snapshot(memory.steps) if weights is None else _read_tensors(weights)
+    given = _read_tensors(weights)
     missing = [name for name, _ in trained.named_parameters() if name not in given]
     wrong = [n for n in given if n in held and given[n].shape != held[n].shape]
     if missing or wrong:

@@ -23,7 +23,6 @@ from dualform.options import (
     model_option,
     replace_option,
     run_argument,
-    snapshot_every_option,
     to_dtype_option,
     together,
 )
@@ -86,10 +85,10 @@ def demo(path: Path | None, overwrite: bool, seed: int, steps: int, as_json: boo
 @main.command()
 @together(run_argument, json_option)
 def info(run: Path, as_json: bool) -> None:
-    """What a memory holds, and how every parameter is covered.
+    """What a memory holds, and what patterns do not explain of every parameter.
 
-    Layers and their patterns, columns and their values, steps, size on disk, environment, remarks,
-    and whether every step was explained (exact).
+    What is kept of each layer, columns and their values, steps, size on disk, environment, and what
+    happened besides explained updates: events and remarks.
     """
     with terminal.busy("reading"):
         facts = overview.facts(df.Memory.open(run))
@@ -105,18 +104,30 @@ def info(run: Path, as_json: bool) -> None:
     "--weights",
     metavar="FILE.safetensors",
     type=click.Path(path_type=Path),
-    help="Your own checkpoint of the trained model, to compare with; by default the snapshot that "
-    "was kept at the end of the recording. Needs --model.",
+    help="Your own checkpoint of the trained model, to compare with; by default the weights that "
+    "were kept at the end of the recording. Needs --model.",
 )
-@together(input_option, json_option)
+@together(input_option)
+@click.option(
+    "--every-step",
+    is_flag=True,
+    help="Replay every update to the bit, not only the last stretch and eight more: about half as "
+    "long as training was.",
+)
+@json_option
 def verify(
-    run: Path, model: str | None, weights: Path | None, input_file: Path | None, as_json: bool
+    run: Path,
+    model: str | None,
+    weights: Path | None,
+    input_file: Path | None,
+    every_step: bool,
+    as_json: bool,
 ) -> None:
-    """Whether the memory explains the network, to rounding. Exit status 1 if it does not.
+    """Whether the memory explains the network: bit for bit, within rounding, or not.
 
-    Alone, it reads every byte against its checksum and checks every step's patterns against what
-    was seen in training, and every fingerprint against the one before. With --model all matrices
-    are rebuilt and compared too, and with --input the outputs.
+    Says for every parameter which verdict holds, and why no better one. Reads every byte against
+    its checksum. With --model and --weights your checkpoint is compared too, and with --model and
+    --input the outputs. Exit status 1 if anything does not pass.
     """
     if model is None and (input_file is not None or weights is not None):
         raise click.UsageError("--input and --weights need --model, to know what to run")
@@ -128,7 +139,10 @@ def verify(
     with terminal.progress_bar() as progress, arguments.running(input_file):
         memory.check(progress=lambda done, total: progress("checksums", done, total))
         certificate = df.DualForm(net, memory).verify(
-            *positional, progress=lambda done, total: progress("verifying", done, total), **named
+            *positional,
+            every_step=every_step,
+            progress=lambda done, total: progress("verifying", done, total),
+            **named,
         )
     if as_json:
         terminal.show_json({"run": str(run), **certificate.to_dict()})
@@ -222,7 +236,7 @@ def estimate(
     help="Keep the error signals of these only: a name or 'fc*'; repeatable.",
 )
 @click.option("--no-error-signals", is_flag=True, help="Keep keys alone.")
-@together(snapshot_every_option, replace_option, json_option)
+@together(replace_option, json_option)
 def export(
     run: Path,
     destination: Path,

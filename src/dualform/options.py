@@ -128,13 +128,6 @@ to_dtype_option = click.option(
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Store patterns in 16 bits; float32 (as trained) for those that still are.",
 )
-snapshot_every_option = click.option(
-    "--snapshot-every",
-    metavar="STEPS",
-    default=1,
-    show_default=True,
-    help="Where patterns go, keep what was learned at segment ends at least so many steps apart.",
-)
 replace_option = click.option(
     "--overwrite", is_flag=True, help="Replace a memory that is already at DESTINATION."
 )

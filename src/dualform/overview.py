@@ -1,14 +1,14 @@
 """What a memory holds, at a glance: the facts in plain values, and how they look as text.
 
-Users ask first whether a memory is complete and exact, and how each parameter is covered; so that
-is said parameter by parameter, in words.
+Users ask first how finely a memory can say who wrote a parameter, and what patterns do not explain
+of it; so that is said parameter by parameter, in words. How large that remainder is takes a walk
+through the patterns: `verify` says it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,6 +18,12 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 import dualform as df
+from dualform.certificate.replay import Record, stretches
+from dualform.learning_rules import classes
+from dualform.memory import Parameter
+
+LISTED_EVENTS = 5
+"""Of more events only the last are printed."""
 
 LISTED_VALUES = 12
 """A column with at most so many values is listed; of others the range is given."""
@@ -28,41 +34,26 @@ def facts(memory: df.Memory) -> dict[str, Any]:
 
     Example:
         >>> from dualform.overview import facts
-        >>> facts(df.Memory.open("runs/digits"))["exact"]         # doctest: +SKIP
-        True
+        >>> facts(df.Memory.open("runs/digits"))["steps"]         # doctest: +SKIP
+        600
     """
     return {
         "path": str(memory.path),
         "steps": memory.steps,
         "every": memory.every,
-        "exact": memory.exact,
         "closed": memory.closed,
         "being_recorded": memory.is_being_recorded,
         "bytes_on_disk": memory.bytes_on_disk,
         "layers": [_layer(memory.layer(name)) for name in memory.layers],
         "columns": [_column(memory, name) for name in memory.columns],
-        "parameters": [
-            {
-                "name": p.name,
-                "shape": list(p.shape),
-                "dtype": _dtype(p.dtype),
-                "coverage": p.coverage,
-                "every": memory.every if p.coverage == "patterns" else 1,
-                "role": p.role,
-                "layers": list(p.layers),
-                "accumulated_since": p.accumulated_since,
-            }
-            for p in memory.parameters.values()
-        ],
+        "parameters": [_parameter(memory, p) for p in memory.parameters.values()],
         "buffers": [
             {"name": b.name, "shape": list(b.shape), "dtype": _dtype(b.dtype)}
-            | {"coverage": b.coverage}
             for b in memory.buffers.values()
         ],
-        "snapshots": list(memory.snapshot_steps),
-        "phases": [asdict(phase) for phase in memory.phases],
-        "conversions": [asdict(conversion) for conversion in memory.conversions],
-        "environment": memory.environment,
+        "phases": [phase._asdict() for phase in memory.phases],
+        "events": [event._asdict() for event in memory.events],
+        "environment": dict(memory.environment),
         "remarks": list(memory.remarks),
     }
 
@@ -72,13 +63,14 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
     yield _head(found)
     yield _grid(
         "layer",
-        ["layer", "d_in → d_out", "patterns", "dtype", "parameters"],
+        ["layer", "d_in → d_out", "kept", "rows", "dtype", "parameters"],
         [
             [
                 la["name"],
                 f"{la['in_features']} → {la['out_features']}",
-                f"{la['patterns']:,}",
-                la["dtype"] + ("" if la["error_signals"] else ", keys alone"),
+                la["keep"],
+                f"{la['rows']:,}",
+                la["dtype"],
                 ", ".join(filter(None, (la["weight"], la["bias"]))),
             ]
             for la in found["layers"]
@@ -86,14 +78,14 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
     )
     yield _grid(
         "parameter",
-        ["parameter", "shape", "covered by"],
-        [[p["name"], _shape(p["shape"]), _coverage(p)] for p in found["parameters"]],
+        ["parameter", "shape", "kept as", "not explained by patterns"],
+        [[p["name"], _shape(p["shape"]), p["keep"], _remainder(p)] for p in found["parameters"]],
     )
     if found["buffers"]:
         yield _grid(
             "buffer",
-            ["buffer", "shape", "kept"],
-            [[b["name"], _shape(b["shape"]), _kept(b)] for b in found["buffers"]],
+            ["buffer", "shape"],
+            [[b["name"], _shape(b["shape"])] for b in found["buffers"]],
         )
     yield _grid(
         "column",
@@ -128,15 +120,45 @@ def _layer(layer: df.LayerMemory) -> dict[str, Any]:
     return {
         "name": layer.name,
         "kind": layer.kind,
+        "keep": layer.keep,
         "in_features": layer.in_features,
         "out_features": layer.out_features,
-        "patterns": layer.rows,
+        "rows": layer.rows,
         "dtype": _dtype(layer.stored),
         "trained_in": _dtype(layer.dtype),
-        "error_signals": layer.has_error_signals,
         "weight": layer.weight,
         "bias": layer.bias,
     }
+
+
+def _parameter(memory: df.Memory, known: Parameter) -> dict[str, Any]:
+    not_explained, why = _unexplained(memory, known)
+    return {
+        "name": known.name,
+        "shape": list(known.shape),
+        "dtype": _dtype(known.dtype),
+        "keep": known.keep,
+        "layers": list(known.layers),
+        "kept_states": len(memory.kept.steps(known.name)),
+        "not_explained": not_explained,
+        "why": why,
+    }
+
+
+def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
+    """How much of what it learned patterns do not explain: nothing, a part or all of it; and why.
+
+    Its share is not known here: `verify` says it.
+    """
+    record = Record(memory, known.name)
+    moved = record.log.moved
+    if not moved.any():
+        return "nothing", "no optimizer moved it"
+    if not record.explained[moved].any():
+        return "all of it", known.why or record.cause(int(moved.argmax()))[0]
+    ways = stretches(memory, known.name, classes())
+    reasons = dict.fromkeys(way.broken for way in ways if way.broken)
+    return ("a part of it" if reasons else "nothing"), "; ".join(reasons)
 
 
 def _column(memory: df.Memory, name: str) -> dict[str, Any]:
@@ -150,60 +172,68 @@ def _column(memory: df.Memory, name: str) -> dict[str, Any]:
 
 
 def _head(found: dict[str, Any]) -> RenderableType:
-    exact = "yes: every step was explained" if found["exact"] else "NO: see the remarks"
-    state = "ended normally" if found["closed"] else "did not end normally"
     grid = Grid.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     grid.add_row("memory", Text(found["path"]))
-    grid.add_row("steps", f"{found['steps']:,} ({_state(found, state)})")
+    grid.add_row("steps", f"{found['steps']:,} ({_state(found)})")
     if found["every"] > 1:
         grid.add_row("patterns", f"of one of every {found['every']} steps")
-    grid.add_row("exact", Text(exact, style="green" if found["exact"] else "bold red"))
+    whole = [p for p in found["parameters"] if p["not_explained"] == "nothing"]
+    if len(whole) == len(found["parameters"]):
+        grid.add_row("explained", Text("every update of every parameter", style="green"))
+    else:
+        said = (
+            f"every update of {len(whole)} of {len(found['parameters'])} parameters; what is not "
+            "is listed below, and its share is said by: dualform verify"
+        )
+        grid.add_row("explained", Text(said, style="yellow"))
     grid.add_row("on disk", f"{decimal(found['bytes_on_disk'])} ({found['bytes_on_disk']:,} bytes)")
-    if found["snapshots"]:
-        kept = ", ".join(f"{step:,}" for step in found["snapshots"][-5:])
-        more = len(found["snapshots"]) - 5
-        grid.add_row("snapshots", f"step {kept}" + (f" and {more} earlier" if more > 0 else ""))
     for phase in found["phases"]:
         grid.add_row("phase", Text(_phase(phase)))
-    for conversion in found["conversions"]:
-        grid.add_row("converted", Text(f"{conversion['what']} ({conversion['when']})"))
     known = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
     grid.add_row("recorded with", Text(known))
+    for said in _events(found):
+        grid.add_row("event", Text(said, style="yellow"))
     for remark in found["remarks"]:
         grid.add_row("remark", Text(remark, style="yellow"))
     return grid
 
 
-def _state(found: dict[str, Any], state: str) -> str:
-    return "still being recorded" if found["being_recorded"] else f"the recording {state}"
+def _state(found: dict[str, Any]) -> str:
+    if found["being_recorded"]:
+        return "still being recorded"
+    return f"the recording {'ended' if found['closed'] else 'did not end'} normally"
 
 
 def _phase(phase: dict[str, Any]) -> str:
     said = f"{phase['began']} at step {phase['first_step']:,} ({phase['when']})"
     if phase["rewound_from"] is not None:
         said += f", rewound from step {phase['rewound_from']:,}"
-    return said + (f", momentum {phase['momentum']}" if phase["momentum"] != "none" else "")
+    return said
 
 
-def _coverage(parameter: dict[str, Any]) -> str:
-    coverage = str(parameter["coverage"])
-    if coverage == "patterns":
-        said = f"every pattern of {', '.join(parameter['layers'])}"
-        every = parameter["every"]
-        return said if every == 1 else f"{said}, one of every {every} steps; the others as a sum"
-    if coverage == "accumulated":
-        since = parameter["accumulated_since"]
-        return f"its learned part, kept now and then from step {since} on; no patterns"
-    return {
-        "steps": "its gradient at every step; no patterns",
-        "untrained": "not trained: it never had a gradient",
-    }.get(coverage, coverage)
+def _events(found: dict[str, Any]) -> Iterator[str]:
+    """The last events, each in a sentence, but for those that a remark tells already."""
+    events = [event for event in found["events"] if event["why"] not in found["remarks"]]
+    if len(events) > LISTED_EVENTS:
+        yield f"{len(events) - LISTED_EVENTS} earlier ones (--json lists them)"
+    for event in events[-LISTED_EVENTS:]:
+        said = (
+            event["why"] if event["to"] is None else f"{event['why']}, that after {event['to']:,}"
+        )
+        yield f"after {event['step']:,} updates: {said} ({_some(event['parameters'])})"
 
 
-def _kept(buffer: dict[str, Any]) -> str:
-    return "its value at every change" if buffer["coverage"] == "recorded" else "constant"
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:3]) or "every parameter"
+    return listed + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _remainder(parameter: dict[str, Any]) -> str:
+    """What patterns do not explain of a parameter."""
+    said = "" if parameter["not_explained"] == "nothing" else parameter["not_explained"]
+    return f"{said}: {parameter['why']}" if said and parameter["why"] else said or parameter["why"]
 
 
 def _values(column: dict[str, Any]) -> str:
@@ -215,7 +245,7 @@ def _values(column: dict[str, Any]) -> str:
 def _grid(title: str, heads: list[str], rows: list[list[str]]) -> RenderableType:
     grid = Grid(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for head in heads:
-        grid.add_column(head, overflow="fold", justify="right" if head == "patterns" else "left")
+        grid.add_column(head, overflow="fold", justify="right" if head == "rows" else "left")
     for row in rows:
         grid.add_row(*map(Text, row))
     return Padding(grid, (1, 0, 0, 0)) if rows else Text(f"\nno {title}s", style="dim")

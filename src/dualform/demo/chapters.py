@@ -38,10 +38,15 @@ class Recorded(Chapter):
 
 @dataclass(frozen=True)
 class Certified(Chapter):
-    """Primal = dual: the rebuilt weights and outputs against the trained network's."""
+    """Primal = dual: a verdict for every parameter, and outputs by attention against the model's.
+
+    `replayed` says of how many stretches between kept states, and of how many there are.
+    """
 
     passed: bool
-    checks: int
+    verdict: str
+    verdicts: dict[str, str]
+    replayed: dict[str, tuple[int, int]]
     residuals: dict[str, float]
     bounds: dict[str, float]
 

@@ -202,12 +202,15 @@ class _Job:
         certificate = dual.verify(
             self.test_images, progress=lambda done, total: self.progress("verifying", done, total)
         )
-        kept = [check for check in certificate.checks if check.kind in ("weights", "outputs")]
+        found = certificate.verdicts
+        outputs = [check for check in certificate.checks if check.kind == "outputs"]
         return Certified(
             passed=certificate.passed,
-            checks=len(certificate.checks),
-            residuals={check.parameter: check.residual for check in kept},
-            bounds={check.parameter: check.bound for check in kept},
+            verdict=certificate.verdict,
+            verdicts={name: v.verdict for name, v in found.items()},
+            replayed={name: (v.walked, v.ways) for name, v in found.items()},
+            residuals={check.parameter: check.residual for check in outputs},
+            bounds={check.parameter: check.bound for check in outputs},
         )
 
     def examples_to_show(self, model: nn.Module) -> list[int]:
