@@ -5,6 +5,7 @@ Record any training run, then ask for any prediction which training patterns eac
 some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
 """
 
+from dualform.compact import Compaction, compact
 from dualform.datasets import with_index
 from dualform.errors import (
     AuditError,
@@ -20,6 +21,7 @@ from dualform.version import __version__ as __version__
 
 __all__ = [
     "AuditError",
+    "Compaction",
     "DualFormError",
     "LayerMemory",
     "Memory",
@@ -29,6 +31,7 @@ __all__ = [
     "Recorder",
     "RecordingError",
     "Table",
+    "compact",
     "record",
     "with_index",
 ]
