@@ -14,6 +14,7 @@ from dualform.errors import (
     QueryError,
     RecordingError,
 )
+from dualform.estimate import Estimate, estimate
 from dualform.memory import LayerMemory, Memory, Patterns
 from dualform.recording import Recorder, record
 from dualform.table import Table
@@ -23,6 +24,7 @@ __all__ = [
     "AuditError",
     "Compaction",
     "DualFormError",
+    "Estimate",
     "LayerMemory",
     "Memory",
     "MemoryFileError",
@@ -32,6 +34,7 @@ __all__ = [
     "RecordingError",
     "Table",
     "compact",
+    "estimate",
     "record",
     "with_index",
 ]
