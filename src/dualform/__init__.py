@@ -5,8 +5,15 @@ Record any training run, then ask for any prediction which training patterns eac
 some of them or was at an earlier step (`without`, `only`, `at`). Exactly, with a certificate.
 """
 
-from dualform.attention import Attention, Contribution, DualForm, Spotlight
+from dualform import charts
+from dualform.attention import (
+    Attention,
+    Contribution,
+    DualForm,
+    Spotlight,
+)
 from dualform.certificate import Verification
+from dualform.compact import Compaction, compact
 from dualform.datasets import with_index
 from dualform.errors import (
     AuditError,
@@ -15,6 +22,7 @@ from dualform.errors import (
     QueryError,
     RecordingError,
 )
+from dualform.estimate import Estimate, estimate
 from dualform.memory import LayerMemory, Memory, Patterns
 from dualform.recording import Recorder, record
 from dualform.table import Table
@@ -23,9 +31,11 @@ from dualform.version import __version__ as __version__
 __all__ = [
     "Attention",
     "AuditError",
+    "Compaction",
     "Contribution",
     "DualForm",
     "DualFormError",
+    "Estimate",
     "LayerMemory",
     "Memory",
     "MemoryFileError",
@@ -36,6 +46,9 @@ __all__ = [
     "Spotlight",
     "Table",
     "Verification",
+    "charts",
+    "compact",
+    "estimate",
     "record",
     "with_index",
 ]

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from math import isfinite
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from dualform.layers import Layer, of
 
 BLOCK = 1 << 17
 """How many entries are rounded at a time."""
@@ -84,6 +88,27 @@ def narrow(rows: Tensor, to: Tensor, scales: Tensor | None) -> bool:
             part = part / found[:, None]
         to[low : low + height].copy_(part)
     return True
+
+
+def lost_in_use(
+    layer: Layer,
+    parameter: str,
+    v: Tensor | None,
+    signs: NDArray[np.float64],
+    exact: tuple[Tensor, Tensor],
+    rounded: tuple[Tensor, Tensor],
+) -> tuple[float, float]:
+    """What rounding changed in a use's Σ δ (x·v): along the signs of its rows, and by size.
+
+    Keys and error signals as trained, and as a reader will see them.
+    """
+    if parameter != layer.weight or v is None:
+        off = rounded[1].sum(0) - exact[1].sum(0)
+    else:
+        along = of(layer.kind).along
+        off = along(layer, *rounded, v) - along(layer, *exact, v)
+    numbers = off.double().numpy()
+    return float(signs @ numbers), float(np.linalg.norm(numbers))
 
 
 def _finite_sizes(rows: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ def joined(one: SegmentContent, other: SegmentContent) -> SegmentContent | None:
         found.tags[column] = np.concatenate(
             [_column(one, column, other, tagged), _column(other, column, one, more)]
         )
-    found.log = {f: np.concatenate([c.log[f] for c in (one, other) if c.log]) for f in LOG}
+    if found.steps:
+        found.log = {f: np.concatenate([c.log[f] for c in (one, other) if c.log]) for f in LOG}
     found.kept = [*one.kept, *other.kept]
     for what in {**one.news, **other.news}:
         said = [content.news[what] for content in (one, other) if what in content.news]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualform.layers import Layer
 from dualform.memory.content import SegmentContent
-from dualform.memory.narrowing import narrow
+from dualform.memory.narrowing import lost_in_use, narrow
 from dualform.memory.tensor_files import TensorBytes, tensor_bytes
 from dualform.recording.line import Line, stacked
 from dualform.recording.recurring import Recurring
@@ -128,20 +128,15 @@ class Contents:
         return found
 
     def _lost(self, site: Site, parts: dict[str, Narrowed], uses: list[Use]) -> Lost:
-        """What rounding changed in Σ δ (x·v) of every use: along the signs, and by size."""
+        """What rounding changed in every use, parameter by parameter."""
         keys, signals = parts["keys"], parts["error_signals"]
         found: dict[str, list[tuple[float, float]]] = {w.name: [] for _, w in site.parameters}
         first = 0
         for use in uses:
             here = slice(first, first := first + use[4])
-            x, d, xs, ds = keys.full[here], signals.full[here], keys.read(here), signals.read(here)
-            for role, w in site.parameters:
-                if w.v is None or role == "bias":
-                    off = ds.sum(0) - d.sum(0)
-                else:
-                    along = site.kind.along
-                    off = along(site.layer, xs, ds, w.v) - along(site.layer, x, d, w.v)
-                numbers = off.double().numpy()
+            exact = keys.full[here], signals.full[here]
+            rounded = keys.read(here), signals.read(here)
+            for _, w in site.parameters:
                 signs = self._watch.signs[w.place_of(site.layer)]
-                found[w.name].append((float(signs @ numbers), float(np.linalg.norm(numbers))))
+                found[w.name].append(lost_in_use(site.layer, w.name, w.v, signs, exact, rounded))
         return {name: np.array(table) for name, table in found.items()}
