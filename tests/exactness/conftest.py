@@ -1,14 +1,13 @@
 """What the exactness tests share: a run that keeps its own checkpoints, and a rebuild by hand.
 
 The rebuild is written down twice on purpose. `rebuilt_by_hand` knows nothing of `DualForm`: it
-takes initial weights, initial momentum, log and patterns from the memory and adds them up in the
-plainest way there is.
+takes the weights and the momentum that were kept before the first update, log and patterns from the
+memory, and adds them up in the plainest way there is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import sqrt
@@ -21,20 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform as df
+from dualform.certificate.replay import at as weights_at
+from dualform.certificate.report import BITS
 from dualform.learning_rules import coefficients
-from dualform.recording import clerk
 
 FLOAT64_BOUND = 1e-12
 
-
-@pytest.fixture(autouse=True)
-def everything_is_for_the_clerk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small networks are copied on the training thread; the tests of this room are all small."""
-    monkeypatch.setattr(clerk, "LITTLE", -1)
-
-
 FLOAT32_ROUNDINGS = 8
 """How many roundings the bound of `float32_bound` allows for where one is the least possible."""
+
+PATTERNS = ("patterns", "examples")
+"""How parameters are kept whose patterns' shares are known."""
 
 
 @dataclass
@@ -82,32 +78,35 @@ class Run:
         return FLOAT32_ROUNDINGS * eps * (sqrt(at) + sum(moves) / max(size, 1e-30))
 
 
-def rebuilt_by_hand(memory: df.Memory, at: int) -> dict[str, Tensor]:
-    """Every parameter after `at` updates, in float64, from W_0, m_0, log and patterns alone."""
-    return {name: _parameter_by_hand(memory, name, at) for name in memory.parameters}
+def rebuilt_by_hand(memory: df.Memory, at: int, *, patterns: bool = True) -> dict[str, Tensor]:
+    """Every parameter whose patterns are known after `at` updates, in float64: W_0, m_0, log and
+    patterns, added up. The rule is SGD. Without `patterns`: what is left of W_0 and m_0."""
+    known = [p.name for p in memory.parameters.values() if p.keep in PATTERNS]
+    return {name: _parameter_by_hand(memory, name, at, patterns) for name in known}
 
 
-def _parameter_by_hand(memory: df.Memory, name: str, at: int) -> Tensor:
-    parameter = memory.parameters[name]
-    coefficient = coefficients(memory.log(name), at)
-    weight = coefficient.initial * memory.initial(name).double()
-    momentum = memory.initial_momentum(name)
+def _parameter_by_hand(memory: df.Memory, name: str, at: int, patterns: bool) -> Tensor:
+    known, path = memory.parameters[name], memory.path_to(name, at)
+    coefficient = coefficients(memory.log(name), memory.settings, path, known.dtype)
+    weight = coefficient.initial * memory.kept.weights(name, 0).double()
+    momentum = memory.kept.state(name, 0).get("momentum_buffer")
     if momentum is not None:
         weight = weight + coefficient.momentum * momentum.double()
-    for layer in map(memory.layer, parameter.layers):
-        of_step = torch.from_numpy(coefficient.per_pattern(layer.patterns["step"]))
-        values = layer.error_signals.double() * of_step[:, None]
-        if parameter.role == "bias":
-            weight[layer.bias_offset : layer.bias_offset + layer.out_features] += values.sum(0)
+    for layer in map(memory.layer, known.layers if patterns else ()):
+        of_step = torch.from_numpy(coefficient.per_pattern(layer.patterns["step"]))[:, None]
+        rows, role = layer.rows_of(name), "weight" if name == layer.weight else "bias"
+        if layer.keep == "examples":
+            wrote = (layer.read(role, 0, layer.rows).double() * of_step).sum(0)
+            weight[rows] += wrote.view(weight[rows].shape)
+            continue
+        values = layer.error_signals.double() * of_step
+        if role == "bias":
+            weight[rows] += values.sum(0)
             continue
         keys = layer.keys.double()
         if layer.kind == "embedding":  # the key written out: a one at the token's place
             keys = F.one_hot(layer.keys[:, 0], layer.in_features).double()
-        wrote = values.T @ keys if layer.kind == "linear" else keys.T @ values
-        weight[layer.offset : layer.offset + len(wrote)] += wrote
-    for step, gradient in memory.step_gradients(name):
-        if step < at:
-            weight = weight + coefficient.steps[step] * gradient.double()
+        weight[rows] += values.T @ keys if layer.kind == "linear" else keys.T @ values
     return weight
 
 
@@ -119,30 +118,52 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     return off / max(float(other.abs().max()), 1e-30) if off else off
 
 
+def coarsest(memory: df.Memory, name: str) -> float:
+    """The eps of the coarsest dtype that had a part in a parameter's gradients."""
+    known = memory.parameters[name]
+    uses = [memory.layer(layer).uses for layer in known.layers]
+    dtypes = {known.dtype, *(use.dtype_of(i) for use in uses for i in range(len(use)))}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
 def assert_rebuilds(run: Run, memory: df.Memory) -> None:
-    """Both rebuilds meet the checkpoints of the run, at the end and at earlier steps."""
+    """The rebuild by hand meets the run's checkpoints up to rounding, at the end and before it.
+
+    So does what `DualForm` calls the initial part and the remainder: patterns explain the rest.
+    """
     last = len(run.kept) - 1
     assert memory.steps == last
-    assert memory.exact
     for at in sorted({0, 1, last // 3, last // 2 + 1, last - 1, last}):
-        by_hand = rebuilt_by_hand(memory, at)
-        by_dual_form = df.DualForm(run.model, memory).at(at).weights(dtype=torch.float64)
-        for name, checkpoint in run.kept[at].items():
-            bound = FLOAT64_BOUND
+        by_hand, initial = (rebuilt_by_hand(memory, at, patterns=p) for p in (True, False))
+        view = df.DualForm(run.model, memory).at(at)
+        nothing = without_everything(view) if by_hand else {}
+        for name, rebuilt in by_hand.items():
+            checkpoint, bound = run.kept[at][name], FLOAT64_BOUND
             if run.dtype != torch.float64:
-                eps = max(memory.parameters[name].eps, torch.finfo(run.dtype).eps)
-                bound = run.float32_bound(name, at, eps)
-            for rebuilt in (by_hand, by_dual_form):
-                off = relative_difference(rebuilt[name], checkpoint)
+                bound = run.float32_bound(name, at, coarsest(memory, name))
+            remainder = nothing[name] - initial[name] if nothing else torch.zeros(())
+            for found in (rebuilt, checkpoint + remainder):
+                off = relative_difference(found, checkpoint)
                 assert off <= bound, f"{name} after {at} updates: {off:.2e}, bound {bound:.2e}"
 
 
-def reopened_without_snapshots(path: Path) -> df.Memory:
-    """The memory at a path, once its weight snapshots are gone."""
-    shutil.rmtree(path / "snapshots", ignore_errors=True)
-    memory = df.Memory.open(path)
-    assert memory.snapshot_steps == ()
-    return memory
+def without_everything(view: df.DualForm) -> dict[str, Tensor]:
+    """Initial part and remainder; nothing where a parameter kept as values cannot be rebuilt."""
+    if all(known.keep in PATTERNS for known in view.memory.parameters.values()):
+        return view.without().weights(torch.float64)
+    try:
+        return view.without().weights(torch.float64)
+    except df.QueryError:
+        return {}
+
+
+def assert_the_very_weights(run: Run, certificate: df.Verification) -> None:
+    """What is certified *bit for bit* is given as training had it after every single update."""
+    memory = df.Memory.open(run.path)
+    for name, verdict in certificate.verdicts.items():
+        if verdict.verdict == BITS and not verdict.why:
+            for at, checkpoint in run.kept.items():
+                assert torch.equal(weights_at(memory, name, at), checkpoint[name]), (name, at)
 
 
 @pytest.fixture(autouse=True)
@@ -162,25 +183,30 @@ def new_run(tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.fixture
 def certify() -> Callable[..., df.Memory]:
-    """Assert that a run can be rebuilt from its memory, snapshots deleted; give the memory.
+    """Assert that a run can be rebuilt from its memory; give the memory.
 
-    Unless told otherwise, the certificate of `verify` has to pass as well: no false alarms.
+    Unless told otherwise, the certificate of `verify` has to pass as well (no false alarms), and
+    `verdict`, if it is given, is that of every parameter that has patterns.
     """
 
-    def check(run: Run, *, verify: bool = True) -> df.Memory:
-        memory = reopened_without_snapshots(run.path)
+    def check(run: Run, *, verify: bool = True, verdict: str = "") -> df.Memory:
+        memory = df.Memory.open(run.path)
         memory.check()
         assert_rebuilds(run, memory)
         if verify:
-            verification = df.DualForm(run.model, memory).verify()
-            assert verification.passed, repr(verification)
+            certificate = df.DualForm(run.model, memory).verify(every_step=True)
+            assert certificate.passed, repr(certificate)
+            assert_the_very_weights(run, certificate)
+            for name, found in certificate.verdicts.items():
+                if verdict and memory.parameters[name].keep == "patterns":
+                    assert found.verdict == verdict, (name, found)
         return memory
 
     return check
 
 
 @pytest.fixture
-def by_hand() -> Callable[[df.Memory, int], dict[str, Tensor]]:
+def by_hand() -> Callable[..., dict[str, Tensor]]:
     return rebuilt_by_hand
 
 
