@@ -22,15 +22,8 @@ from torch.nn import functional as F
 
 import dualform as df
 from dualform.learning_rules import coefficients
-from dualform.recording import clerk
 
 FLOAT64_BOUND = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def everything_is_for_the_clerk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small networks are copied on the training thread; the tests of this room are all small."""
-    monkeypatch.setattr(clerk, "LITTLE", -1)
 
 
 FLOAT32_ROUNDINGS = 8

@@ -64,7 +64,10 @@ class Passes:
     ) -> None:
         """Take the patterns that the running pass is about to add to a layer's gradients."""
         site = self.sites.get(layer)
-        if site is None or not self.is_recording:
+        if site is None:
+            return
+        if not self.is_recording:  # a later step may use this gradient: its patterns are unknown
+            self.watch.unknown[[w.index for _, w in site.parameters]] = True
             return
         if torch_internals.running_pass() != self._running:
             self._begin()

@@ -380,13 +380,14 @@ class Updates:
 
     def _settle(self, moving: list[Watched]) -> None:
         """The rows of the layers that moved belong to this step."""
-        numbers = self._settled_passes
+        numbers, watch = self._settled_passes, self.watch
         moved = {w.index for w in moving}
         for site in self.passes.sites.values():
             if not site.pending or moved.isdisjoint(w.index for _, w in site.parameters):
                 continue
             if self.step % self.every:
                 site.drop_pending()
+                watch.unknown[[w.index for _, w in site.parameters]] = True
                 continue
             for use in site.pending:
                 number = numbers.setdefault(use[1], len(numbers))
@@ -395,7 +396,7 @@ class Updates:
             site.pending = []
             indices = [w.index for _, w in site.parameters]
             self._write_carried([i for i in indices if i not in moved])
-            self.watch.carried[indices] = True
+            watch.carried[indices] = True
 
     def _write_carried(self, indices: list[int]) -> None:
         """Write down whether gradients still hold what they held at the end of the last step.
@@ -411,6 +412,7 @@ class Updates:
         self._moved.clear()
         line, keeper, watch = self.line, self.keeper, self.watch
         np.copyto(line.carried, watch.carried, where=~self._is_known)
+        watch.carried |= watch.unknown  # what a gradient holds is carried on, recorded or not
         self.step += 1
         line.mark[:], line.state_mark[:] = keeper.states.remember(self.step)
         keeper.after_step(line, watch.seen if self._is_seen else None)
