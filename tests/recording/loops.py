@@ -69,7 +69,8 @@ class Training:
     seed: int = 0
     steps: int = 24
     tag: Callable[..., None] = lambda **columns: None
-    remark: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of the optimizers, for loops that make their own."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -234,9 +235,7 @@ def carried_over(t: Training) -> Iterator[None]:
 def in_backward(t: Training) -> Iterator[None]:
     """Each parameter moves as soon as its gradient is there."""
     own = [
-        type(t.optimizers[0])([p], **t.remark.get("settings", {"lr": 0.05}))
-        for p in t.model.parameters()
-        if p.requires_grad
+        type(t.optimizers[0])([p], **t.settings) for p in t.model.parameters() if p.requires_grad
     ]
 
     def move(p: Tensor, optimizer: Optimizer) -> None:

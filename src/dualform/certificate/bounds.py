@@ -49,6 +49,9 @@ MEASURED = 16.0
 
 TINY = 1e-300
 
+SMALLEST = {2.0**-53: 2.0**-1074, 2.0**-24: 2.0**-149, 2.0**-11: 2.0**-24, 2.0**-8: 2.0**-133}
+"""The smallest number of a dtype, by u: below some 2/u of it roundings are as large as this."""
+
 DOUBLE = 64 * 2.0**-53
 """The rounding of a fingerprint itself, which is a sum in float64."""
 
@@ -99,8 +102,9 @@ def carry(
     m = mw * z.W + mm * z.m + nm * gv
     m_size = np.maximum(np.abs(m), z.m_size)
     step = abs(wm) * np.maximum(np.abs(z.m), z.m_size) + np.abs(nw * gv)
-    off_m = abs(mw) * (e_W + u * size) + abs(mm) * e_m + abs(nm) * e_g + 2 * u * m_size
-    off_W = abs(ww) * e_W + abs(wm) * e_m + abs(nw) * e_g + u * size + 2 * u * step
+    tiny = 2 * SMALLEST.get(u, 0.0)
+    off_m = abs(mw) * (e_W + u * size) + abs(mm) * e_m + abs(nm) * e_g + 2 * u * m_size + tiny
+    off_W = abs(ww) * e_W + abs(wm) * e_m + abs(nw) * e_g + u * size + 2 * u * step + tiny
     return Along(ww * z.W + wm * z.m + nw * gv, m, z.size, z.m_size), (off_W, off_m)
 
 

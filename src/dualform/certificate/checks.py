@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING, measured
+from dualform.certificate.gradients import Jitter
 from dualform.certificate.replay import (
     Record,
     Refuted,
@@ -320,8 +321,12 @@ class Verifying:
         """Replay a stretch in two precisions; how far its end may be off, and is."""
         memory, known = self.memory, self.memory.parameters[name]
         ends = []
-        chance = torch.Generator().manual_seed(way.start)
-        for dtype, jitter in ((torch.float64, None), (known.dtype, chance), (known.dtype, chance)):
+        moved = [
+            (known.dtype, Jitter(way.start, times, is_alike=is_alike))
+            for is_alike in (False, True)
+            for times in (1.0, -1.0)
+        ]
+        for dtype, jitter in ((torch.float64, None), *moved):
             weights = memory.kept.weights(name, way.start)
             for done in Replay(memory, name, dtype, self.known, jitter=jitter).run(
                 way.start, way.steps

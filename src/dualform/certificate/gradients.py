@@ -107,14 +107,20 @@ class ExplainedGradients:
         if not self.log.carried[step]:
             return None
         first = step
-        while self.log.carried[first] and (earlier := previous(self.log, first)) is not None:
-            first = earlier
+        while first and self.log.carried[first]:
+            first -= 1
         held = None
         for s in range(first, step):
-            if self.log.moved[s]:
-                total, kappa = self.at(s, held)
-                held = times(total, kappa)
+            held = self.after(s, held)
         return held
+
+    def after(self, step: int, held: Tensor | None) -> Tensor | None:
+        """What `.grad` holds after a step that moved the parameter or, as its layer, did not."""
+        is_carried, is_used = held is not None and self.log.carried[step], self._is_used(step)
+        if not self.log.moved[step] and not is_used:
+            return held if is_carried else None
+        total, kappa = self.at(step, held)
+        return times(total, kappa)
 
     def at(self, step: int, held: Tensor | None) -> tuple[Tensor, float]:
         """The gradient of an update before κ, and κ; `held` is that of the update before."""
@@ -127,17 +133,20 @@ class ExplainedGradients:
             total = passed if total is None else total.add_(passed)
         if total is None:
             total = torch.zeros(self.known.shape, dtype=self.dtype)
-        return total, float(self.log.kappa[step])
+        return total, float(self.log.kappa[step]) if self.log.moved[step] else 1.0
 
     def all(self, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Give every update's gradient in turn, κ as in the log; steps that moved nothing: none."""
         held, is_first = None, True
         for step in steps:
+            held = self.before(step) if is_first else held
+            held, is_first = self.after(step, held), False
             if self.log.moved[step]:
-                held = self.before(step) if is_first else held
-                total, kappa = self.at(step, held)
-                held, is_first = times(total, kappa), False
+                assert held is not None
                 yield step, held
+
+    def _is_used(self, step: int) -> bool:
+        return any(len(blocks.layer.uses_of(step)) for blocks in self._blocks)
 
     def _passes(self, step: int) -> Iterator[Tensor]:
         """What each backward pass of a step brought."""
@@ -181,11 +190,3 @@ class ExplainedGradients:
 def times(gradient: Tensor, kappa: float) -> Tensor:
     """Multiply by κ as the dtype does."""
     return gradient if kappa == 1.0 else gradient * kappa
-
-
-def previous(log: ParameterLog, step: int) -> int | None:
-    """Find the parameter's update before a step."""
-    for earlier in range(step - 1, -1, -1):
-        if log.moved[earlier]:
-            return earlier
-    return None

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.certificate.gradients import ExplainedGradients, Jitter, previous, times
+from dualform.certificate.gradients import ExplainedGradients, Jitter, times
 from dualform.certificate.marks import mark_of, remembered
 from dualform.errors import QueryError
 from dualform.learning_rules import Classes, OneParameter, class_of, classes
@@ -94,8 +94,10 @@ class Record:
         """Which gradients are explained, all of them: with what was carried into them."""
         log, found = self.log, self.is_kept | (self.log.explained != 0)
         for step in np.flatnonzero(log.carried & log.moved & found & ~self.is_kept).tolist():
-            earlier = previous(log, step)
-            found[step] = earlier is not None and bool(found[earlier])
+            earlier = step - 1
+            while earlier >= 0 and log.carried[earlier] and not log.moved[earlier]:
+                earlier -= 1
+            found[step] = earlier >= 0 and (found[earlier] or not log.moved[earlier])
         explained: Flags = found
         return explained
 
@@ -191,10 +193,11 @@ class Replay:
         held: Tensor | None = None
         is_first = True
         for step in steps:
-            if not self.log.moved[step]:
-                continue
             held = self._gradients.before(step) if is_first else held
             is_first = False
+            if not self.log.moved[step]:
+                held = self._gradients.after(step, held)
+                continue
             total, kappa = self._gradients.at(step, held)
             held, is_as_marked = self._take(one, step, total, kappa)
             yield Replayed(step, one.weights, one.state, held, is_as_marked)

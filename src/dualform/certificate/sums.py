@@ -149,7 +149,7 @@ class Chain:
         self._held = Explained(zero, zero, 0.0, np.zeros(2))
 
     def take(self, sums: Sums, step: int) -> Explained:
-        """Give the next update's; every moved step is to be asked for in turn."""
+        """Give the next step's, whether it moved the parameter or not; in turn."""
         at, held = step - sums.first, self._held
         own = Explained(sums.own[at], sums.squares[at], float(sums.gross[at]), sums.lost[at])
         if self._log.carried[step]:
@@ -160,7 +160,7 @@ class Chain:
                 own.lost + held.lost,
             )
         kappa = float(self._log.kappa[step])
-        if kappa != 1.0:
+        if self._log.moved[step] and kappa != 1.0:
             size = abs(kappa)
             own = Explained(
                 kappa * own.gv, kappa**2 * own.squares, size * own.gross, kappa * own.lost

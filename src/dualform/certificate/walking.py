@@ -30,7 +30,7 @@ from dualform.certificate.bounds import (
 )
 from dualform.certificate.replay import Record
 from dualform.certificate.report import Check
-from dualform.certificate.sums import Chain, Sums
+from dualform.certificate.sums import Chain, Explained, Sums
 from dualform.learning_rules import linear_steps, rule_of
 from dualform.memory import Memory
 
@@ -148,11 +148,11 @@ class Walker:
         for step in range(sums.first, sums.first + len(sums.gross)):
             if step in self.points.steps or step in self.points.disturbed:
                 self._arrive(step)
+            found = self._chain.take(sums, step)
             if self.log.moved[step]:
-                self._step(sums, step)
+                self._step(found, step)
 
-    def _step(self, sums: Sums, step: int) -> None:
-        found = self._chain.take(sums, step)
+    def _step(self, found: Explained, step: int) -> None:
         is_explained = bool(self.record.explained[step])
         seen = float(self.log.seen[step])
         whole = float(self._signs @ found.gv) - float(found.lost[0])

@@ -18,8 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from dualform.recording.watched import Flags, Reals, Watch
+from dualform.recording.watched import Flags, Reals, Watch, Watched
 
 ERRORS = 8.0
 """How many standard errors κ may be from 1 and still be 1."""
@@ -28,6 +29,8 @@ FEW = 8
 """From so many rows on the standard error can be trusted; below, the bound of rounding decides."""
 
 SINGLE = 2.0**-24
+
+PARTS = ("keys", "error_signals")
 
 LEAST = 64 * 2.0**-149
 """Below this float32 has no digits left, so nothing can be said of a difference."""
@@ -94,3 +97,26 @@ def settled(kappa: float, wrong: float, u: float) -> float:
     if abs(kappa - 1.0) <= ERRORS * wrong + 4 * u:
         return 1.0
     return float(kappa) if u < SINGLE else float(np.float32(kappa))
+
+
+def single(watch: Watch, moving: Flags, kappa: Reals) -> Flags:
+    """Whose κ cannot be believed: weights that are one number along v, and no other has their κ."""
+    shared = watch.rows > 1
+    found: Flags = moving & ~shared & ~watch.carried & (kappa != 1.0)
+    found &= ~np.isin(kappa, kappa[moving & shared & (kappa != 1.0)])
+    found &= np.array([w.v is not None for w in watch])
+    return found
+
+
+def is_multiple(w: Watched, kappa: float, room: float) -> bool:
+    """Whether a whole gradient is κ times what the pending rows sum to: of weights of one row."""
+    gradient, total = w.tensor.grad, torch.zeros_like(w.tensor, dtype=torch.float64)
+    assert gradient is not None
+    for site in w.sites:
+        rows = [site.parts[part].filled[site.settled :].double() for part in PARTS]
+        for use in site.pending:
+            keys, signals = (part[: use[4]] for part in rows)
+            total += site.kind.gradient(site.layer, "weight", keys, signals, use[6], use[7])
+            rows = [part[use[4] :] for part in rows]
+    off = gradient.double() - kappa * total
+    return bool(off.norm() <= abs(kappa) * room * total.numel() ** 0.5)

@@ -114,6 +114,7 @@ class States:
             found = [remembered(self.state(w)) for w in self._watch.parameters]
             self._states = Marks(found)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def changed(self) -> Flags:
         """Which weights differ from when marks were last taken.
 

@@ -17,6 +17,9 @@ another; and a tensor may legally be changed in place as soon as the pass is ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -64,7 +67,10 @@ class Passes:
     ) -> None:
         """Take the patterns that the running pass is about to add to a layer's gradients."""
         site = self.sites.get(layer)
-        if site is None or not self.is_recording:
+        if site is None:
+            return
+        if not self.is_recording:  # a later step may use this gradient: its patterns are unknown
+            self.watch.unknown[[w.index for _, w in site.parameters]] = True
             return
         if torch_internals.running_pass() != self._running:
             self._begin()
@@ -93,15 +99,13 @@ class Passes:
     def _drop_rows(self, anew: list[Watched]) -> None:
         """Take back pending rows whose gradients were thrown away.
 
-        Where only one of two gradients was, the other still holds them: then what the empty one
-        gets from now on cannot be told from the rows that are there.
+        Where only one of a layer's gradients was, rows cannot be both ones': of the other it is not
+        known what it holds.
         """
         for site in {id(s): s for w in anew for s in w.sites if s.pending}.values():
-            trained = [w for _, w in site.parameters if w.tensor.requires_grad]
-            if all(is_empty(w.tensor.grad) for w in trained):
-                site.drop_pending()
-            else:
-                for w in trained:
+            site.drop_pending()
+            for _, w in site.parameters:
+                if w.tensor.requires_grad:
                     self.watch.unknown[w.index] |= not is_empty(w.tensor.grad)
 
     def _hand_over(self) -> None:
@@ -155,9 +159,9 @@ class Passes:
             kind, weight, bias = site.kind, site.weight, site.bias
             if weight.tensor.requires_grad and weight.v is not None:
                 along = kind.along(site.layer, keys, signal, weight.v)
-                self._add(weight, site.layer, along, kind.gross(keys, signal) * u)
+                self._add(weight, site.layer, along, size_of(kind.gross, keys, signal) * u)
             if bias is not None and bias.tensor.requires_grad:
-                size = float(torch.linalg.vector_norm(signal)) * len(signal) ** 0.5
+                size = size_of(norm, signal) * len(signal) ** 0.5
                 self._add(bias, site.layer, signal.sum(0), size * u)
         return len(keys)
 
@@ -173,10 +177,21 @@ class Passes:
             if w is not None and is_summing and w.tensor.requires_grad:
                 total = kept.sum(0).view(written.shape[1:])
                 along = total if w.v is None else total.flatten(1) @ w.v
-                size = float(torch.linalg.vector_norm(kept)) * rows**0.5
+                size = size_of(norm, kept) * rows**0.5
                 self._add(w, site.layer, along, size * u)
         return rows
 
     def _add(self, w: Watched, layer: Layer, along: Tensor, size: float) -> None:
         self.watch.E[w.place_of(layer)] += along.double().cpu().numpy()
         self.watch.gross[w.index] += size
+
+
+def norm(rows: Tensor) -> float:
+    """The root of the sum of squares of all entries."""
+    return float(torch.linalg.vector_norm(rows))
+
+
+def size_of(measure: Callable[..., float], *rows: Tensor) -> float:
+    """How large rows are; in double precision where squares of theirs would be 0 or infinite."""
+    size = measure(*rows)
+    return size if 1e-15 < size < inf else measure(*(part.double() for part in rows))

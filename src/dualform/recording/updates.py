@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from dualform.certificate.bounds import sum_bound
 from dualform.learning_rules import SeenSettings, Setting, class_path, rule_of
 from dualform.recording.findings import Findings
-from dualform.recording.gradients import Explained, explain
+from dualform.recording.gradients import Explained, explain, is_multiple, single
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
@@ -140,6 +140,7 @@ class Updates:
             return (args[0], closure_then_look, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_look}
 
+    @np.errstate(over="ignore", invalid="ignore")  # numbers of a run that diverges
     def look(self, optimizer: Optimizer) -> None:
         """Read settings and gradients of everything that this optimizer is about to move."""
         self.passes.finish()
@@ -272,6 +273,8 @@ class Updates:
             return
         room = sum_bound(watch.gross)
         found = explain(watch, moving, room)
+        for i in np.flatnonzero(single(watch, moving, found.kappa) & found.is_explained):
+            found.is_explained[i] = is_multiple(watch.parameters[i], found.kappa[i], room[i])
         self._refuse(moving, found)
         scale = unscaled(optimizer)
         kappa = found.kappa * scale
@@ -306,10 +309,10 @@ class Updates:
 
     def _why(self, w: Watched, share: float) -> str:
         """Say what was seen of a gradient that patterns do not explain."""
-        if not np.isfinite(self.watch.seen[w.place]).all():
+        if not np.isfinite(share):
             return (
-                f"the gradient of {w.name!r} is not finite at step {self.step}: the training "
-                "diverged, and after this update the network will hold no numbers"
+                f"the gradient of {w.name!r}, or its square, is not finite at step {self.step}: the "
+                "training diverged"
             )
         if self.watch.unknown[w.index]:
             return (
@@ -325,6 +328,7 @@ class Updates:
 
     # -- after the update -----------------------------------------------------------------------
 
+    @np.errstate(over="ignore", invalid="ignore")
     def after(self, optimizer: Optimizer) -> None:
         """The optimizer has moved: its patterns are settled; what `.grad` holds now is carried."""
         self._open.remove(optimizer)
@@ -380,13 +384,14 @@ class Updates:
 
     def _settle(self, moving: list[Watched]) -> None:
         """The rows of the layers that moved belong to this step."""
-        numbers = self._settled_passes
+        numbers, watch = self._settled_passes, self.watch
         moved = {w.index for w in moving}
         for site in self.passes.sites.values():
             if not site.pending or moved.isdisjoint(w.index for _, w in site.parameters):
                 continue
             if self.step % self.every:
                 site.drop_pending()
+                watch.unknown[[w.index for _, w in site.parameters]] = True
                 continue
             for use in site.pending:
                 number = numbers.setdefault(use[1], len(numbers))
@@ -395,7 +400,7 @@ class Updates:
             site.pending = []
             indices = [w.index for _, w in site.parameters]
             self._write_carried([i for i in indices if i not in moved])
-            self.watch.carried[indices] = True
+            watch.carried[indices] = True
 
     def _write_carried(self, indices: list[int]) -> None:
         """Write down whether gradients still hold what they held at the end of the last step.
@@ -411,6 +416,7 @@ class Updates:
         self._moved.clear()
         line, keeper, watch = self.line, self.keeper, self.watch
         np.copyto(line.carried, watch.carried, where=~self._is_known)
+        watch.carried |= watch.unknown  # what a gradient holds is carried on, recorded or not
         self.step += 1
         line.mark[:], line.state_mark[:] = keeper.states.remember(self.step)
         keeper.after_step(line, watch.seen if self._is_seen else None)

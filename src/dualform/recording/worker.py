@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 Job = Callable[..., Any]
@@ -68,6 +69,7 @@ class Worker:
     def _run(self) -> None:
         keep_to_one_core()
         torch.set_grad_enabled(False)
+        np.seterr(over="ignore", invalid="ignore")  # numbers of a run that diverges
         while (job := self._jobs.get()) is not None:
             if isinstance(job, threading.Event):
                 job.set()
