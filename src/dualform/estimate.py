@@ -136,15 +136,13 @@ def estimate(
         remarks.append("no optimizer was given: AdamW is assumed")
     if examples is None:
         remarks.append(
-            "all inputs are taken to be new; if they come again as they are, they are stored once: "
-            "say how many there are (examples)"
+            "all inputs are taken to be new; those that recur are stored once: examples="
         )
     sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.dim()]
     if not sizes:
         raise DualFormError("the inputs hold no tensor with examples along its first dimension")
     plan = _Plan(sizes[0], batch or sizes[0], steps, every, examples)
-    asked = keep if isinstance(keep, str) else "as asked"
-    found: dict[str, Estimate] = {}
+    asked, found = keep if isinstance(keep, str) else "as asked", dict[str, Estimate]()
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.enter_context(torch.random.fork_rng())
@@ -184,12 +182,7 @@ class _Plan:
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = group.get("lr", 0.0) * 0 + 1e-3  # a schedule's may be 0 at first
 
-        def run() -> Any:
-            net.zero_grad()
-            loss = _loss(net, inputs)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
+        run = partial(_pass, net, inputs)
         closure = [run] if len(optimizers) == 1 else []  # some cannot do without
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -203,14 +196,16 @@ class _Plan:
 
     def carried_on(self, memory: Memory) -> Estimate:
         """Carry on what two steps took to all of them."""
-        sizes: dict[str, int] = defaultdict(int)
+        sizes = defaultdict[str, int](int)
         for segment in memory.opened.segments:
             for name in segment.file.names:
                 place = segment.file.place(name)
                 sizes[name] += place.stop - place.start
-        parts: dict[str, float] = defaultdict(float)
-        lines: list[tuple[Any, ...]] = []
-        wide = 0
+
+        def family(prefix: str) -> int:
+            return sum(size for name, size in sizes.items() if name.startswith(prefix))
+
+        parts, lines, wide = defaultdict[str, float](float), list[tuple[Any, ...]](), 0
         for layer in map(memory.layer, memory.layers):
             prefix, total = rows_name(layer.name, ""), 0.0
             for name in [name for name in sizes if name.startswith(prefix)]:
@@ -222,17 +217,14 @@ class _Plan:
                     rows = layer.read(part, 0, 0)
                     wide += layer.rows * rows.shape[1] * rows.dtype.itemsize
             rows_of = round(layer.rows * self.times)
-            line = layer.name, layer.keep, rows_of, round(total / max(1, rows_of)), total / 1e6
-            lines.append(line)
-        parts["columns"] = _sum(sizes, "columns/") * self.times
-        parts["log"] = _sum(sizes, "log/") * self.steps / STEPS
+            row_bytes = round(total / max(1, rows_of))
+            lines.append((layer.name, layer.keep, rows_of, row_bytes, total / 1e6))
+        parts["columns"] = family("columns/") * self.times
+        parts["log"] = family("log/") * self.steps / STEPS
         parts |= self._kept(memory, wide * self.times)
-        parts["kept at every step"] += _sum(sizes, "kept/gradient/") * self.recorded / STEPS
-        parts["fingerprints"] = _sum(sizes, "kept/fingerprint/") * ceil(self.steps / ANCHOR)
-        in_files = sum(segment.bytes for segment in memory.opened.segments)
-        besides = (in_files - sum(sizes.values())) / max(1, len(memory.opened.segments))
-        files = 1 + wide * self.times // SEGMENT_BYTES
-        parts["headers and lists"] = files * besides + memory.bytes_on_disk - in_files
+        parts["kept at every step"] += family("kept/gradient/") * self.recorded / STEPS
+        parts["fingerprints"] = family("kept/fingerprint/") * ceil(self.steps / ANCHOR)
+        parts["headers and lists"] = memory.bytes_on_disk - family("")
         buffers = SETS * (SEGMENT_BYTES + round(wide * self.times / self.recorded))
         sums = {name: round(size) for name, size in parts.items()}
         columns = {name: [line[i] for line in lines] for i, name in enumerate(COLUMNS)}
@@ -247,9 +239,7 @@ class _Plan:
         numbers = distinct.references
         if numbers.max() != numbers[: len(numbers) // STEPS].max():  # the second step's are new
             return self.times
-        is_token = of(layer.kind).key_dtype is not None
-        most = layer.in_features if is_token else layer.rows * self.times
-        return min(self.seen / self.sample, most / distinct.rows)
+        return min(self.seen / self.sample, self.times * layer.rows / distinct.rows)
 
     def _kept(self, memory: Memory, wide: float) -> dict[str, float]:
         """What kept states take, and what is kept after every update."""
@@ -257,10 +247,10 @@ class _Plan:
         for name in memory.parameters:
             steps = kept.steps(name)
             size = kept.weights(name, steps[0]).nbytes
-            first += size + _bytes(kept.state(name, steps[0]))
+            first += size + sum(t.nbytes for t in tensors_in(kept.state(name, steps[0])))
             small += size if 1 in steps else 0
             if steps[-1]:
-                later += size + _bytes(kept.state(name, steps[-1]))
+                later += size + sum(t.nbytes for t in tensors_in(kept.state(name, steps[-1])))
                 moved += size
         for buffer, then in ((memory.buffer(n, 0), memory.buffer(n, 1)) for n in memory.buffers):
             first += buffer.nbytes
@@ -272,24 +262,29 @@ class _Plan:
         return {"kept states": first + later * (1 + between), "kept at every step": often}
 
 
-def _loss(net: nn.Module, inputs: Any) -> Tensor:
-    """Make a loss of whatever the model returns."""
+def _pass(net: nn.Module, inputs: Any) -> Tensor:
+    """Make a loss of whatever the model returns, and gradients of it."""
+    net.zero_grad()
     named = inputs if isinstance(inputs, Mapping) else {}
-    listed = [] if named else inputs if isinstance(inputs, (tuple, list)) else [inputs]
+    listed = inputs if isinstance(inputs, (tuple, list)) else [inputs]
     try:
-        output = net(*listed, **named)
+        output = net(**named) if named else net(*listed)
     except Exception as error:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(inputs))
+        seen = f"the model cannot be run on inputs of shape {shapes} ({error!r:.200})"
         raise DualFormError(
-            f"the model cannot be run on inputs of shape {shapes} ({error!r:.200}). Give a sample "
-            "batch as inputs: a tensor, a tuple or a dict of keyword arguments"
+            f"{seen}. Give a sample batch as inputs, as the model takes it"
         ) from error
-    trained = [tensor.float() for tensor in tensors_in(output) if tensor.requires_grad]
-    if not trained:
+    terms = [
+        (tensor.float() * torch.rand(tensor.shape[-1:], device=tensor.device)).square().mean()
+        for tensor in tensors_in(output)
+        if tensor.requires_grad
+    ]
+    if not terms:
         raise DualFormError("nothing that the model returns can be trained")
-    weights = [torch.rand(tensor.shape[-1:], device=tensor.device) for tensor in trained]
-    pairs = zip(trained, weights, strict=True)
-    return torch.stack([(tensor * weight).square().mean() for tensor, weight in pairs]).sum()
+    loss = torch.stack(terms).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _assumed(model: nn.Module, batch: int | None) -> tuple[Tensor, str]:
@@ -305,11 +300,3 @@ def _assumed(model: nn.Module, batch: int | None) -> tuple[Tensor, str]:
             said = f"inputs of shape {list(made.shape)} are assumed, from layer {layer.name!r}"
             return made, f"{said}: one row per example"
     raise DualFormError("no layer says what inputs look like. Give a sample batch as inputs")
-
-
-def _sum(sizes: Mapping[str, int], prefix: str) -> int:
-    return sum(size for name, size in sizes.items() if name.startswith(prefix))
-
-
-def _bytes(state: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
