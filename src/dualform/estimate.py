@@ -236,8 +236,8 @@ class _Plan:
         distinct = layer.distinct
         if part != "keys" or distinct is None:
             return self.times
-        numbers = distinct.references
-        if numbers.max() != numbers[: len(numbers) // STEPS].max():  # the second step's are new
+        numbers, half = distinct.references, len(distinct.references) // STEPS
+        if numbers[half:].max() > numbers[:half].max():  # the second step's are new
             return self.times
         return min(self.seen / self.sample, self.times * layer.rows / distinct.rows)
 
@@ -262,7 +262,7 @@ class _Plan:
         return {"kept states": first + later * (1 + between), "kept at every step": often}
 
 
-def _pass(net: nn.Module, inputs: Any) -> Tensor:
+def _pass(net: nn.Module, inputs: Any) -> Any:
     """Make a loss of whatever the model returns, and gradients of it."""
     net.zero_grad()
     named = inputs if isinstance(inputs, Mapping) else {}
@@ -275,11 +275,8 @@ def _pass(net: nn.Module, inputs: Any) -> Tensor:
         raise DualFormError(
             f"{seen}. Give a sample batch as inputs, as the model takes it"
         ) from error
-    terms = [
-        (tensor.float() * torch.rand(tensor.shape[-1:], device=tensor.device)).square().mean()
-        for tensor in tensors_in(output)
-        if tensor.requires_grad
-    ]
+    trained = [t for t in tensors_in(output) if t.requires_grad]
+    terms = [(t.float() * torch.rand(t.shape[-1:]).to(t.device)).square().mean() for t in trained]
     if not terms:
         raise DualFormError("nothing that the model returns can be trained")
     loss = torch.stack(terms).sum()
