@@ -36,7 +36,7 @@ def plus(one: df.DualForm, other: df.DualForm) -> dict[str, Tensor]:
     return {name: mine[name] + its[name] for name in mine}
 
 
-# The table: every rule, every way to keep a layer, everything that leaves a remainder --------------
+# The table: every rule, every way to keep a layer, everything that leaves a remainder -----------
 
 
 class Blend(nn.Module):
@@ -110,7 +110,9 @@ def test_a_mask_and_its_complement_add_up_in_every_mode(
     """`without(A) + only(A) = W + without(everything)`, with a remainder and without one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a penalty under audit="warn" says so
-        dual = train(**{"model": Blend, "steps": 20, "dtype": dtype, "clip": None} | MODES[mode]).dual
+        dual = train(
+            **{"model": Blend, "steps": 20, "dtype": dtype, "clip": None} | MODES[mode]
+        ).dual
     whole, nothing = everything(dual), everything(dual.without())
     books = {name: whole[name] + nothing[name] for name in whole}
     for where in MASKS:
