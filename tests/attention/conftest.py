@@ -52,16 +52,27 @@ class Run:
         return df.DualForm(self.model, self.path)
 
 
+def plain_sgd(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """SGD with momentum and decay, unless other settings are asked for."""
+    settings = {"lr": 0.2, "momentum": 0.9, "weight_decay": 1e-2} | settings
+    return torch.optim.SGD(parameters, **settings)
+
+
 Train = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Train and record: `train(steps=30, lr=0.1, momentum=0.9, clip=1.0, dtype=torch.float64)`."""
+    """Train and record: `train(steps=30, lr=0.1, momentum=0.9, clip=1.0, dtype=torch.float64)`.
+
+    `rule` makes the optimizer, `penalty` is added to the loss, `options` are those of `df.record`.
+    """
 
     def run(
         model: Callable[[], nn.Module] = Net,
         *,
+        rule: Callable[..., torch.optim.Optimizer] = plain_sgd,
+        penalty: Callable[[nn.Module], Tensor] | None = None,
         steps: int = 30,
         batch: int = 8,
         clip: float | None = 0.5,
@@ -76,8 +87,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             net = model().to(dtype)
             inputs = torch.randn(40, *shape, dtype=dtype)
             labels = torch.randint(0, CLASSES, (40,))
-        settings = {"lr": 0.2, "momentum": 0.9, "weight_decay": 1e-2} | settings
-        optimizer = torch.optim.SGD(net.parameters(), **settings)
+        optimizer = rule(net.parameters(), **settings)
         generator = torch.Generator().manual_seed(1)
         history: list[dict[str, Tensor]] = []
 
@@ -89,7 +99,9 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             if recorder is not None:
                 recorder.tag(example=chosen, label=labels[chosen], task=task)
             output = net(inputs[chosen])
-            F.cross_entropy(output.reshape(batch, -1, CLASSES).mean(1), labels[chosen]).backward()
+            output = output.reshape(batch, -1, CLASSES).mean(1)
+            loss = F.cross_entropy(output, labels[chosen])
+            (loss if penalty is None else loss + penalty(net)).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()

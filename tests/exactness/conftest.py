@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 import dualform as df
 from dualform.certificate.replay import at as weights_at
-from dualform.certificate.report import BITS
 from dualform.learning_rules import coefficients
 
 FLOAT64_BOUND = 1e-12
@@ -161,7 +160,7 @@ def assert_the_very_weights(run: Run, certificate: df.Verification) -> None:
     """What is certified *bit for bit* is given as training had it after every single update."""
     memory = df.Memory.open(run.path)
     for name, verdict in certificate.verdicts.items():
-        if verdict.verdict == BITS and not verdict.why:
+        if verdict.verdict == "bit for bit" and not verdict.why:
             for at, checkpoint in run.kept.items():
                 assert torch.equal(weights_at(memory, name, at), checkpoint[name]), (name, at)
 
