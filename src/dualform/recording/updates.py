@@ -262,7 +262,7 @@ class Updates:
             given = "" if own else f" (given the class: DualForm(..., optimizer={kind.__name__}))"
             self.findings.remark(
                 f"{path} is not known to be linear in its gradients: attend, verify and at "
-                f"work{given}; contribute, without and only do not reach what it moved"
+                f"work{given}; contributions and masks do not reach what it moved"
             )
 
     def _explain(self, optimizer: Optimizer, indices: list[int]) -> None:
