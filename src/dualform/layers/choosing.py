@@ -39,9 +39,10 @@ class Keep:
                     f'of {_listed(WORDS)}. "auto" is the default'
                 )
             if word not in WORDS or not isinstance(pattern, str):
+                given = keep if isinstance(keep, str) else {pattern: word}
                 raise RecordingError(
-                    f"keep={{{pattern!r}: {word!r}}} was given; expected a layer's name or a "
-                    f"pattern of names, and one of the words {_listed(WORDS)}"
+                    f"keep={given!r} was given; expected one of the words {_listed(WORDS)}, for "
+                    "all layers or for each layer's name (or pattern of names)"
                 )
 
     def check(self, layers: Iterable[Layer], others: Iterable[str] = ()) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 from dualform.errors import AuditError
 
 STOPPED = (
-    ' Recording stopped before the update; audit="warn" goes on, and keeps this parameter as '
+    '. Recording stopped before the update; audit="warn" goes on, and keeps this parameter as '
     "values. See docs/recording.md."
 )
+
+STOPPED_LATER = '. Recording stopped; audit="warn" goes on. See docs/recording.md.'
 
 MOST = 100
 """How many remarks are kept."""
@@ -70,7 +72,7 @@ class Findings:
         """Raise what was put off."""
         trouble, self._trouble = self._trouble, None
         if trouble is not None:
-            raise AuditError(trouble + STOPPED)
+            raise AuditError(trouble + STOPPED_LATER)
 
     def news(self) -> dict[str, Any]:
         """What has come since the last segment."""

@@ -197,7 +197,7 @@ class Recorder:
             undo.callback(worker.close)
             passes = Passes(watch, worker)
             passes.sites = sites
-            for name, why in reasons_for_values(model, sites).items():
+            for name, why in reasons_for_values(model, found).items():
                 watch.by_name[name].why = why
             watch.resolve()
             keeper = Keeper(watch, states, model, worker, self._findings)
@@ -250,8 +250,8 @@ class Recorder:
         """Keep a parameter as values: it is used in a way that has no patterns."""
         watch = self._parts.watch
         w = watch.by_name[parameter]
-        if watch.resolved[w.index]:
-            watch.make_values(w, reason)
+        watch.make_values(w, reason)
+        if w.sites:
             self._findings.warn(f"{parameter!r} {reason}; it is kept as values, without patterns")
 
     def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
@@ -424,7 +424,7 @@ def add_site(sites: dict[Layer, Site], watch: Watch, layer: Layer, keep: Keep) -
     site = Site(layer, kind, word, weight, bias)
     if word == "values":
         for _, w in site.parameters:
-            w.why = f"keep= asks for values of layer {layer.name!r}"
+            w.why = f"its layer {layer.name!r} is kept as values (keep=)"
         return False
     for part, (width, dtype) in site.widths().items():
         site.parts[part] = Region(width, dtype, max(1, ROWS // max(1, width * dtype.itemsize)))

@@ -182,7 +182,6 @@ class Updates:
         explained = self.line.explained
         by_examples = [w for w in moving if w.by_examples and explained[w.index]]
         self.keeper.keep_gradients(self.step, by_examples, unscaled(optimizer))
-        self._know(optimizer)
         self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
 
     def _moves_again(self, optimizer: Optimizer) -> bool:
@@ -251,17 +250,20 @@ class Updates:
             self.findings.event(self.step, "replaced", why, names)
             self.keeper.snapshot(self.step, replaced)
 
-    def _know(self, optimizer: Optimizer) -> None:
-        """Say once of a rule what it cannot be asked for."""
+    def _know(self, optimizer: Optimizer, moving: list[Watched]) -> None:
+        """Say once of a rule what it cannot be asked for, unless all it moves is values."""
         kind = type(optimizer)
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            path = class_path(kind)
-            if rule_of(path) is None:
-                self.findings.remark(
-                    f"{path} is not known to be linear in its gradients: verify, at and attend "
-                    "work; contributions and masks do not reach what it moved"
-                )
+        if kind in self._kinds or not any(self.watch.resolved[w.index] for w in moving):
+            return
+        self._kinds.add(kind)
+        path = class_path(kind)
+        if rule_of(path) is None:
+            own = path.startswith("torch.optim.")
+            given = "" if own else f" (given the class: DualForm(..., optimizer={kind.__name__}))"
+            self.findings.remark(
+                f"{path} is not known to be linear in its gradients: attend, verify and at "
+                f"work{given}; contributions and masks do not reach what it moved"
+            )
 
     def _explain(self, optimizer: Optimizer, indices: list[int]) -> None:
         """Write down κ, and which parameters their patterns explain."""
@@ -341,18 +343,19 @@ class Updates:
         if self._calls == 0:  # a closure that was never called: nothing is known of the gradients
             moving = self._unseen(optimizer)
         if self._calls > 1:
-            for w in moving:
+            for w in (w for w in moving if watch.resolved[w.index]):
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
+                self.findings.remark(
+                    f"{type(optimizer).__name__} calls its closure several times in a step, so "
+                    "patterns do not explain it. What it moves is kept as values"
+                )
             self.line.explained[[w.index for w in moving]] = False
-            self.findings.remark(
-                f"{type(optimizer).__name__} calls its closure several times: its updates are "
-                "known by kept states alone"
-            )
         if not moving:
             return
         self._settle(moving)
         watch.carried[[w.index for w in moving]] = True
         self._trial.end()
+        self._know(optimizer, moving)
         self.line.explained &= watch.resolved
         if self.passes.is_summing:
             moved = np.zeros(len(watch), bool)
