@@ -130,12 +130,11 @@ def estimate(phases: Sequence[Phase], path: Path) -> df.Estimate:
     sample = next(iter(seen.values())).images[:BATCH]
     return df.estimate(
         network(),
-        batch=BATCH,
+        sample,
         steps=steps,
-        inputs=sample,
-        examples=min(examples, BATCH * steps),
+        optimizer=torch.optim.SGD,
         dtype=STORED,
-        tags=3,
+        examples=min(examples, BATCH * steps),
         path=path.parent,
     )
 

@@ -273,10 +273,24 @@ def test_text_ids_are_text(place: Path, ask_json: Any, tmp_path: Path) -> None:
 
 def test_estimate_counts_from_a_sample(ask: Any, ask_json: Any) -> None:
     asked = ("estimate", "--model", "cli_nets:net", "--batch", 8, "--steps", 100)
-    found = ask_json(*asked, "--input", "five.safetensors", "--tags", 3, "--path", ".")
-    assert [layer["patterns"] for layer in found["layers"]] == [800, 800]
+    found = ask_json(*asked, "--input", "five.safetensors", "--path", ".")
+    assert [layer["patterns"] for layer in found["layers"]] == [800, 800, 800]
     assert found["fits"] is True
-    assert "bytes per pattern" in ask(*asked).stdout
+    assert "on disk for 100 steps of 8 examples" in ask(*asked).stdout
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ((), {"fc1": "patterns", "norm": "examples", "fc2": "patterns"}),
+        (("--keep", "keys"), {"fc1": "keys", "fc2": "keys"}),
+        (("--keep", "fc1=keys", "--keep", "values"), {"fc1": "keys"}),
+    ],
+)
+def test_keep_is_said_as_in_python(ask_json: Any, keep: Any, kept: dict[str, str]) -> None:
+    asked = ("estimate", "--model", "cli_nets:net", "--batch", 8, "--steps", 100)
+    found = ask_json(*asked, "--input", "five.safetensors", *keep)
+    assert {layer["name"]: layer["keep"] for layer in found["layers"]} == kept
 
 
 # export -------------------------------------------------------------------------------------------
@@ -285,43 +299,42 @@ def test_estimate_counts_from_a_sample(ask: Any, ask_json: Any) -> None:
 def test_export_writes_a_memory_in_16_bits_that_verifies(
     ask: Any, ask_json: Any, tmp_path: Path
 ) -> None:
-    found = ask_json("export", "run", tmp_path / "half", "--dtype", "bfloat16")
-    assert found["passed"]
-    assert found["what"] == "fc1, fc2 to bfloat16"
-    assert 0 < max(found["difference"].values()) < 0.01
+    run = tmp_path / "run"
+    record(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), run, tmp_path / "weights")
+    found = ask_json("export", run, tmp_path / "half", "--dtype", "float16")
+    assert found["passed"] is found["certificate"]["passed"] is True
+    assert "patterns were put into float16 afterwards" in found["lost"][0]
     assert found["bytes_after"] == df.Memory.open(tmp_path / "half").bytes_on_disk
-    assert ask("verify", tmp_path / "half").exit_code == 0
-    shown = ask("info", tmp_path / "half").stdout
-    assert "bfloat16" in shown
-    assert "converted" in shown
-    again = ask("export", "run", tmp_path / "half")
+    shown = " ".join(ask("info", tmp_path / "half").stdout.split())
+    assert "patterns were put into float16 afterwards" in shown
+    verified = ask("verify", tmp_path / "half")
+    assert verified.exit_code == 0
+    assert "PASSED, within rounding" in verified.stdout
+    again = ask("export", run, tmp_path / "half")
     assert again.exit_code == 2
     assert "--overwrite" in again.stderr
-    assert ask("export", "run", tmp_path / "half", "--overwrite").exit_code == 0
+    assert ask("export", run, tmp_path / "half", "--overwrite").exit_code == 0
+
+
+def test_a_memory_that_certifies_little_exits_with_1(ask: Any, tmp_path: Path) -> None:
+    # fc1's bias stands before a norm: its gradient is rounding, and 16 bits make that larger
+    result = ask("export", "run", tmp_path / "half", "--dtype", "bfloat16")
+    assert result.exit_code == 1
+    assert "FAILED, within rounding, certifies little" in result.stdout
 
 
 def test_export_drops_layers_and_error_signals(ask: Any, tmp_path: Path) -> None:
     assert ask("export", "run", tmp_path / "one", "--layers", "fc1").exit_code == 0
     assert df.Memory.open(tmp_path / "one").layers == ("fc1",)
-    some = ask("export", "run", tmp_path / "some", "--error-signals", "fc2", "--snapshot-every", 9)
-    assert "without the error signals of fc1; verification PASSED" in some.stdout
+    some = ask("export", "run", tmp_path / "some", "--error-signals", "fc2")
+    assert "the error signals of fc1 were dropped afterwards" in some.stdout
     memory = df.Memory.open(tmp_path / "some")
-    assert [memory.layer(n).has_error_signals for n in memory.layers] == [False, True]
+    assert {n: memory.layer(n).keep for n in memory.layers} == {
+        "fc1": "keys", "norm": "examples", "fc2": "patterns",
+    }  # fmt: skip
     assert ask("export", "run", tmp_path / "keys", "--no-error-signals").exit_code == 0
     both = ask("export", "run", tmp_path / "no", "--no-error-signals", "--error-signals", "fc1")
     assert (both.exit_code, (tmp_path / "no").exists()) == (2, False)
-
-
-def test_a_conversion_of_a_memory_that_does_not_verify_exits_with_1(
-    ask: Any, place: Path, tmp_path: Path
-) -> None:
-    from tests.memory.tampering import scale_learning_rate
-
-    forged = Path(shutil.copytree(place / "run", tmp_path / "forged"))
-    scale_learning_rate(forged, step=3, factor=1.5)
-    result = ask("export", forged, tmp_path / "made", "--dtype", "float16")
-    assert result.exit_code == 1
-    assert "FAILED" in result.stdout
 
 
 # What is wrong is said in a sentence --------------------------------------------------------------
@@ -379,7 +392,7 @@ def test_a_model_that_cannot_be_built_says_why(ask: Any, spec: str, said: str) -
 
 
 def test_a_module_that_is_built_already_will_do(ask: Any) -> None:
-    asked = ("estimate", "--model", "cli_nets:ready", "--batch", 1, "--steps", 1)
+    asked = ("estimate", "--model", "cli_nets:ready", "--batch", 2, "--steps", 1)
     assert ask(*asked).exit_code == 0
 
 

@@ -162,6 +162,14 @@ def read_direction(file: Path) -> Tensor:
     return next(iter(tensors.values()))
 
 
+def keep_of(given: tuple[str, ...]) -> str | dict[str, str]:
+    """What `--keep` asks for: a word for all layers, or `fc*=patterns` for some, in order."""
+    pairs = [one.rpartition("=") for one in given]
+    if len(pairs) < 2 and not any(equals for _, equals, _ in pairs):
+        return given[0] if given else "auto"
+    return {layers or "*": word for layers, _, word in pairs}
+
+
 def condition(memory: df.Memory, option: str, text: str) -> dict[str, Any]:
     """What `label=7`, `label=1,7`, `task=fashion` or `step=0:3000` selects, as masks take it."""
     column, equals, value = text.partition("=")

@@ -163,23 +163,21 @@ main.add_command(questions.contribute)
 @input_option
 @click.option("--examples", type=int, help="Different examples, if they come again as they are.")
 @click.option(
-    "--tags", default=2, show_default=True, help="Columns you will tag (example, label: 2)."
-)
-@click.option(
     "--path", type=click.Path(path_type=Path), help="Where it will go: says whether it fits there."
 )
-@click.option("--layers", multiple=True, help="Layers to be recorded: a name or 'fc*'; repeatable.")
+@click.option(
+    "--keep",
+    metavar="[LAYERS=]WORD",
+    multiple=True,
+    help="What will be kept: patterns, keys, examples or values (auto, the default, chooses); of "
+    "some layers only: 'fc*=patterns', the first that fits counts; repeatable.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
     default="float32",
     show_default=True,
     help="What patterns will be stored in; float32 is exact.",
-)
-@click.option(
-    "--error-signals/--no-error-signals",
-    default=True,
-    help="Keep error signals (the default), or keys alone.",
 )
 @click.option(
     "--every", default=1, show_default=True, help="Patterns of every so many steps will be kept."
@@ -191,17 +189,16 @@ def estimate(
     steps: int,
     input_file: Path | None,
     examples: int | None,
-    tags: int,
     path: Path | None,
-    layers: tuple[str, ...],
+    keep: tuple[str, ...],
     dtype: str,
-    error_signals: bool,
     every: int,
     as_json: bool,
 ) -> None:
     """Bytes on disk before you start, layer by layer, and RAM for buffers.
 
-    Each layer is taken to see one pattern per example; a sample batch (--input) counts them.
+    Two steps of a copy are recorded, and carried on to all of them. Without a sample batch
+    (--input) one is made up from the first layer: one pattern per example.
     """
     if model is None:
         raise click.UsageError("--model is needed: what will be trained")
@@ -210,16 +207,14 @@ def estimate(
     with arguments.running(input_file):
         found = df.estimate(
             net,
+            named or positional or None,
             batch=batch,
             steps=steps,
-            inputs=named or positional or None,
-            examples=examples,
-            tags=tags,
-            path=path,
-            layers=layers or None,
+            keep=arguments.keep_of(keep),
             dtype=dtype,
-            error_signals=error_signals,
             every=every,
+            examples=examples,
+            path=path,
         )
     if as_json:
         terminal.show_json(found.to_dict())
@@ -248,9 +243,8 @@ def export(
 ) -> None:
     """Write a smaller memory made from RUN: fewer bits, or less of it. RUN stays as it is.
 
-    Patterns that stay keep their examples, labels and steps. Of what goes, the learned part is
-    kept, so the whole network can still be rebuilt. The loss is measured. Exit status 1 if the new
-    memory does not verify.
+    Patterns that stay keep their examples, labels and steps. Parameters whose patterns go are kept
+    as values. What 16 bits lost is measured. Exit status 1 if the new memory does not verify.
     """
     if error_signals and no_error_signals:
         raise click.UsageError("either --error-signals LAYERS or --no-error-signals")
