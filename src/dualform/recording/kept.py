@@ -206,7 +206,7 @@ class Keeper:
         return size
 
     def begin(self, step: int) -> None:
-        """Keep everything as it is before the first update."""
+        """Keep everything as it is: before the first update, or changed after the last one."""
         self.snapshot(step, self._watch.parameters)
         for name, value in self._buffers.changes():
             self._put("buffer", name, step, value)

@@ -352,24 +352,15 @@ class Recorder:
             parts.passes.finish()
             if updates.is_under_way:
                 updates.close_step()
-            self._keep_last_state()
+            if updates.find_edits(is_over=True):  # the memory ends with what the model is now
+                keeper.begin(updates.step)
+            else:
+                self._keep_state(keep=True)
         finally:
             if parts.sink.lines or keeper.kept:
                 self._commit()
                 known = len(self._findings.remarks)
         return self._findings.remarks[known:]
-
-    def _keep_last_state(self) -> None:
-        """Keep weights and states as the last update left them, if they are still that."""
-        updates, keeper = self._parts.updates, self._parts.keeper
-        if not keeper.states.changed().any():
-            self._keep_state(keep=True)
-            return
-        back = keeper.states.restored()
-        where = "" if back is None else f": they are those of step {back}"
-        self._findings.remark(
-            f"weights were changed after update {updates.step}, where the memory ends{where}"
-        )
 
     def _must_be_recording(self, verb: str) -> None:
         if self._state == "forked":

@@ -151,7 +151,7 @@ class Updates:
             return
         if self._calls == 1:
             is_over = self._moves_again(optimizer)
-            self._find_edits(is_over)
+            self.find_edits(is_over)
             if is_over:
                 self.close_step()
         line = self.line
@@ -200,12 +200,12 @@ class Updates:
         if replaced:
             self._take_over(optimizer, replaced)
 
-    def _find_edits(self, is_over: bool) -> None:
+    def find_edits(self, is_over: bool) -> bool:
         """Find what was changed since the last update: after this step, if it has moved in it."""
         states = self.keeper.states
         changed = states.changed() | states.exchanged()
         if changed.any():
-            after = self.line.moved | is_over
+            after = self.line.moved | (is_over and self.is_under_way)
             for edited, step in ((changed & ~after, self.step), (changed & after, self.step + 1)):
                 if edited.any():
                     self._write_down_edit(edited, step)
@@ -214,6 +214,7 @@ class Updates:
             why = "something was added between updates and taken away again"
             self.findings.event(self.step, "shaken", why, names)
             self._shaken |= states.shaken
+        return bool(changed.any())
 
     def _write_down_edit(self, changed: Flags, step: int) -> None:
         """Something was changed: put back to a recorded step, or a remainder begins here."""
