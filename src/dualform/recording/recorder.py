@@ -49,7 +49,7 @@ from dualform.recording.resuming import Resumption, phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.tags import Context, Tag, Tags
 from dualform.recording.updates import ANCHOR, Updates
-from dualform.recording.watched import Site, Watch
+from dualform.recording.watched import Site, Watch, is_empty
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Recorder:
             self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
             updates.on_step = self._on_step
             for w in watch:
-                watch.unknown[w.index] = w.tensor.grad is not None
+                watch.unknown[w.index] = not is_empty(w.tensor.grad)
             writer.begin(self._description(resumed, step))
             keeper.begin(step)
             states.take()

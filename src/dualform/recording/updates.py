@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from dualform.certificate.bounds import sum_bound
 from dualform.learning_rules import SeenSettings, Setting, class_path, rule_of
 from dualform.recording.findings import Findings
-from dualform.recording.gradients import Explained, explain, is_multiple, single
+from dualform.recording.gradients import Explained, explain, is_multiple, sharpen, single
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
@@ -276,6 +276,7 @@ class Updates:
         found = explain(watch, moving, room)
         for i in np.flatnonzero(single(watch, moving, found.kappa) & found.is_explained):
             found.is_explained[i] = is_multiple(watch.parameters[i], found.kappa[i], room[i])
+        sharpen(watch, moving, found)
         self._refuse(moving, found)
         scale = unscaled(optimizer)
         kappa = found.kappa * scale
