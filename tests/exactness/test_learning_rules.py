@@ -138,7 +138,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "maximize with nesterov, foreach": (
         SGD, NESTEROV | {"lr": 0.01, "maximize": True, "foreach": True},
     ),
-    "foreach with nesterov": (SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    "foreach with nesterov": (SGD, NESTEROV | {"foreach": True}),
     "fused with everything and maximize": (
         SGD, FULL | {"lr": 0.01, "fused": True, "maximize": True},
     ),

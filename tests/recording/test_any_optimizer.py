@@ -1,4 +1,4 @@
-"""Any optimizer is recorded without refusal: torch's own, and classes dualform was never told of."""
+"""Any optimizer is recorded: torch's own, and classes that dualform was never told of."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_sparse_adam_has_kept_states_alone(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
     both = SparseAdam(model[0].parameters(), lr=0.01), SGD(model[1].parameters(), lr=0.1)
     with record(model, both, tmp_path / "run"):
-        for step in range(STEPS):
+        for _ in range(STEPS):
             model(torch.randint(0, 9, (5,))).square().mean().backward()
             for optimizer in both:
                 optimizer.step()

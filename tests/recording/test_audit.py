@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from dualform.certificate.replay import at
 from dualform.certificate.report import BITS
-from dualform.errors import AuditError, RecordingError
+from dualform.errors import AuditError
 from dualform.memory import Memory
 from dualform.recording import record
 
@@ -363,22 +363,3 @@ def test_gradients_however_large_are_explained_and_edits_of_them_found(
     run(tmp_path / "honest", 1.0)
     with pytest.raises(AuditError, match=r"'5.weight'"):
         run(tmp_path / "edited", 1 + 1e-6)
-
-
-# What is refused at the start ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda m, p: (m, None, p), "expected a torch optimizer"),
-        (lambda m, p: (m, [], p), "expected a torch optimizer"),
-        (lambda m, p: (m, SGD(m.parameters(), 0.1), None), "expected a path"),
-        (lambda m, p: (None, SGD(m.parameters(), 0.1), p), "expected a torch.nn.Module"),
-        (lambda m, p: (m, SGD(m.parameters(), 0.1), "s3://bucket/run"), "looks like a URL"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match=message):
-        record(*arguments(network(), tmp_path))
-    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Every loop in every mode: training is untouched, and the memory is what a naive recorder keeps."""
+"""Every loop in every mode: training is untouched, rows are those of a naive recorder."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Capture:
                 self.make_values(site.layer.weight, opaque.REENTRANT)
             return
         if site.refuses is not None and (reason := site.refuses(module)) is not None:
-            self.make_values(site.layer.weight, reason)
+            made_by.register_prehook(partial(self._refused, site, reason))
             return
         is_trained = weight.requires_grad  # type: ignore[union-attr]
         given = args[0] if args else next(iter(kwargs.values()))
@@ -213,6 +213,11 @@ class Capture:
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
         held = [key] if is_trained else (key,)
         made_by.register_prehook(partial(self._backward, site, held, self.context()))
+
+    def _refused(self, site: CallSite, reason: str, signals: Any) -> None:
+        """A pass goes through a call that has no patterns; evaluating alone does no harm."""
+        if any(map(will_run, site.nodes)):
+            self.make_values(site.layer.weight, reason)
 
     def _backward(
         self,

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from dualform.memory.content import COMPUTED_IN
 from dualform.recording.watched import Flags, Reals, Watch, Watched
 
 ERRORS = 8.0
@@ -110,13 +112,54 @@ def single(watch: Watch, moving: Flags, kappa: Reals) -> Flags:
 
 def is_multiple(w: Watched, kappa: float, room: float) -> bool:
     """Whether a whole gradient is κ times what the pending rows sum to: of weights of one row."""
-    gradient, total = w.tensor.grad, torch.zeros_like(w.tensor, dtype=torch.float64)
+    gradient = w.tensor.grad
     assert gradient is not None
+    off = gradient.double() - kappa * pending_gradient(w).double()
+    return bool(off.norm() <= abs(kappa) * room * off.numel() ** 0.5)
+
+
+def sharpen(watch: Watch, moving: Flags, found: Explained) -> None:
+    """Measure κ once more where products are of 16 bits: their rounding is far above that of sums.
+
+    Of each κ the smallest parameter's gradient is summed as torch sums it; the largest entry says
+    κ to the last place or the one before.
+    """
+    known: dict[float, float] = {1.0: 1.0}
+    chosen = [watch.parameters[i] for i in np.flatnonzero(moving & found.is_explained)]
+    for w in sorted(chosen, key=lambda w: w.tensor.numel()):
+        kappa = float(found.kappa[w.index])
+        if kappa not in known and not watch.carried[w.index] and is_narrow(w):
+            total, gradient = pending_gradient(w), w.tensor.grad
+            assert gradient is not None
+            place = int(total.abs().argmax())
+            exact = float(gradient.view(-1)[place].double() / total.view(-1)[place].double())
+            known[kappa] = settled(exact, 0.0, float(watch.u[w.index]))
+        found.kappa[w.index] = known.get(kappa, kappa)
+
+
+def is_narrow(w: Watched) -> bool:
+    """Whether products of a parameter's pending patterns were made in fewer bits than it has."""
+    codes = {use[3] for site in w.sites for use in site.pending if site.keep == "patterns"}
+    return any(COMPUTED_IN[code].itemsize < w.tensor.dtype.itemsize for code in codes)
+
+
+def pending_gradient(w: Watched) -> Tensor:
+    """The sum of a parameter's pending patterns as torch sums them: pass by pass."""
+    passes: dict[int, Tensor] = {}
     for site in w.sites:
-        rows = [site.parts[part].filled[site.settled :].double() for part in PARTS]
+        first = site.settled
+        role = next(role for role, own in site.parameters if own is w)
         for use in site.pending:
-            keys, signals = (part[: use[4]] for part in rows)
-            total += site.kind.gradient(site.layer, "weight", keys, signals, use[6], use[7])
-            rows = [part[use[4] :] for part in rows]
-    off = gradient.double() - kappa * total
-    return bool(off.norm() <= abs(kappa) * room * total.numel() ** 0.5)
+            here, dtype = slice(first, first := first + use[4]), COMPUTED_IN[use[3]]
+            keys, signals = (site.parts[part].filled[here] for part in PARTS)
+            rows = keys.to(dtype) if keys.is_floating_point() else keys, signals.to(dtype)
+            own = site.kind.gradient(site.layer, role, *rows, use[6], use[7])
+            if own.shape != w.tensor.shape:
+                full = own.new_zeros(w.tensor.shape)
+                full[site.layer.rows_of(w.name)] = own
+                own = full
+            passes[use[1]] = passes[use[1]] + own if use[1] in passes else own
+    total = torch.zeros_like(w.tensor)
+    for number in sorted(passes):
+        total += passes[number].to(total.dtype)
+    return total

@@ -51,6 +51,7 @@ class Before:
     """The last fingerprint, from which the next one is reached."""
 
     step: int
+    parameters: list[Watched]
     along: Reals
     momentum: Reals
     size: Reals
@@ -206,7 +207,7 @@ class Keeper:
         return size
 
     def begin(self, step: int) -> None:
-        """Keep everything as it is before the first update."""
+        """Keep everything as it is: before the first update, or changed after the last one."""
         self.snapshot(step, self._watch.parameters)
         for name, value in self._buffers.changes():
             self._put("buffer", name, step, value)
@@ -293,7 +294,7 @@ class Keeper:
     ) -> None:
         """Take the fingerprint of a copied state; is it where the rule leads from the last one?"""
         rows = len(self._watch.owner)
-        now = Before(step, np.zeros(rows), np.zeros(rows), np.zeros(rows))
+        now = Before(step, chosen, np.zeros(rows), np.zeros(rows), np.zeros(rows))
         for w in chosen:
             along, size = projected(copies[f"weights {w.name}"], w.v)
             now.along[w.place], now.size[w.place] = along, size
@@ -307,18 +308,17 @@ class Keeper:
             return
         if step - before.step != len(history):
             return
-        self._walk(before, now, chosen, history, settings)
+        self._walk(before, now, history, settings)
 
     def _walk(
         self,
         before: Before,
         now: Before,
-        chosen: list[Watched],
         history: list[tuple[Line, Reals | None]],
         settings: list[Setting],
     ) -> None:
         watch = self._watch
-        for w in chosen:
+        for w in before.parameters:
             i, here = w.index, w.place
             lines = [(line, seen) for line, seen in history if line.moved[i]]
             used = {int(line.setting[i]) for line, _ in lines}

@@ -93,8 +93,13 @@ class Passes:
         self.worker.wait()
         watch = self.watch
         anew = [w for w in watch.parameters if is_empty(w.tensor.grad)]
-        self._drop_rows(anew)
+        self._drop_rows([w for w in anew if self._was_written(w)])
         watch.forget(anew)
+
+    def _was_written(self, w: Watched) -> bool:
+        """Whether an empty gradient was not: patterns that add zeros are not thrown away."""
+        is_summed = self.watch.resolved[w.index]
+        return w.tensor.grad is None or not is_summed or self.watch.gross[w.index] != 0
 
     def _drop_rows(self, anew: list[Watched]) -> None:
         """Take back pending rows whose gradients were thrown away.

@@ -49,7 +49,7 @@ from dualform.recording.resuming import Resumption, phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.tags import Context, Tag, Tags
 from dualform.recording.updates import ANCHOR, Updates
-from dualform.recording.watched import Site, Watch
+from dualform.recording.watched import Site, Watch, is_empty
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Recorder:
             self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
             updates.on_step = self._on_step
             for w in watch:
-                watch.unknown[w.index] = w.tensor.grad is not None
+                watch.unknown[w.index] = not is_empty(w.tensor.grad)
             writer.begin(self._description(resumed, step))
             keeper.begin(step)
             states.take()
@@ -352,24 +352,15 @@ class Recorder:
             parts.passes.finish()
             if updates.is_under_way:
                 updates.close_step()
-            self._keep_last_state()
+            if updates.find_edits(is_over=True):  # the memory ends with what the model is now
+                keeper.begin(updates.step)
+            else:
+                self._keep_state(keep=True)
         finally:
             if parts.sink.lines or keeper.kept:
                 self._commit()
                 known = len(self._findings.remarks)
         return self._findings.remarks[known:]
-
-    def _keep_last_state(self) -> None:
-        """Keep weights and states as the last update left them, if they are still that."""
-        updates, keeper = self._parts.updates, self._parts.keeper
-        if not keeper.states.changed().any():
-            self._keep_state(keep=True)
-            return
-        back = keeper.states.restored()
-        where = "" if back is None else f": they are those of step {back}"
-        self._findings.remark(
-            f"weights were changed after update {updates.step}, where the memory ends{where}"
-        )
 
     def _must_be_recording(self, verb: str) -> None:
         if self._state == "forked":

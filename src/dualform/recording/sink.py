@@ -131,8 +131,7 @@ class Sink:
             remarks = last()
         except BaseException as error:
             trouble = error
-        self.thread.close()
-        interrupt = self.thread.join()
+        interrupt = self.thread.close()
         failure = self._failure or trouble
         if failure is not None:
             with contextlib.suppress(OSError):

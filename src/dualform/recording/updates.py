@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from dualform.certificate.bounds import sum_bound
 from dualform.learning_rules import SeenSettings, Setting, class_path, rule_of
 from dualform.recording.findings import Findings
-from dualform.recording.gradients import Explained, explain, is_multiple, single
+from dualform.recording.gradients import Explained, explain, is_multiple, sharpen, single
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
@@ -151,7 +151,7 @@ class Updates:
             return
         if self._calls == 1:
             is_over = self._moves_again(optimizer)
-            self._find_edits(is_over)
+            self.find_edits(is_over)
             if is_over:
                 self.close_step()
         line = self.line
@@ -199,12 +199,12 @@ class Updates:
         if replaced:
             self._take_over(optimizer, replaced)
 
-    def _find_edits(self, is_over: bool) -> None:
+    def find_edits(self, is_over: bool) -> bool:
         """Find what was changed since the last update: after this step, if it has moved in it."""
         states = self.keeper.states
         changed = states.changed() | states.exchanged()
         if changed.any():
-            after = self.line.moved | is_over
+            after = self.line.moved | (is_over and self.is_under_way)
             for edited, step in ((changed & ~after, self.step), (changed & after, self.step + 1)):
                 if edited.any():
                     self._write_down_edit(edited, step)
@@ -213,6 +213,7 @@ class Updates:
             why = "something was added between updates and taken away again"
             self.findings.event(self.step, "shaken", why, names)
             self._shaken |= states.shaken
+        return bool(changed.any())
 
     def _write_down_edit(self, changed: Flags, step: int) -> None:
         """Something was changed: put back to a recorded step, or a remainder begins here."""
@@ -277,6 +278,7 @@ class Updates:
         found = explain(watch, moving, room)
         for i in np.flatnonzero(single(watch, moving, found.kappa) & found.is_explained):
             found.is_explained[i] = is_multiple(watch.parameters[i], found.kappa[i], room[i])
+        sharpen(watch, moving, found)
         self._refuse(moving, found)
         scale = unscaled(optimizer)
         kappa = found.kappa * scale

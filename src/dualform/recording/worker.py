@@ -52,12 +52,12 @@ class Worker:
             trouble, self._trouble = self._trouble, None
             raise trouble
 
-    def close(self) -> None:
-        """Let the thread end once its jobs are done. May be called again."""
-        self._jobs.put(None)
+    def close(self) -> KeyboardInterrupt | None:
+        """Let the thread do its jobs and end, whatever Ctrl-C says; return the interrupt that came.
 
-    def join(self) -> KeyboardInterrupt | None:
-        """Wait for the thread to end, whatever Ctrl-C says; return the interrupt that came."""
+        May be called again.
+        """
+        self._jobs.put(None)
         interrupt = None
         while self._thread.is_alive():
             try:

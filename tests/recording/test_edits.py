@@ -1,0 +1,303 @@
+"""Weights and optimizers that a loop changes between updates: a remainder begins, or a rewind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.recording.rules import Lion
+from tests.recording.runs import backward, network, plain, proved, state_of, update, verified
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from dualform.certificate.replay import at
+from dualform.certificate.report import BITS
+from dualform.errors import AuditError, QueryError
+from dualform.memory import Memory
+from dualform.recording import record
+
+EDITED, STEPS = 7, 12
+KINDS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "AdamW, fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "Adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1),
+    "Lion": lambda p: Lion(p, lr=0.01),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+Change = Callable[[Any, Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def set_row(model: Any, optimizer: Any) -> None:
+    model[0].weight.detach()[1] = 0.5
+
+
+def loaded(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: 1.1 * p for name, p in model.state_dict().items()})
+
+
+def reset(model: Any, optimizer: Any) -> None:
+    torch.manual_seed(9)
+    model[2].reset_parameters()
+
+
+def remembered(model: Any, optimizer: Any) -> None:
+    for value in optimizer.state[model[0].weight].values():
+        if isinstance(value, torch.Tensor) and value.dim():
+            value.mul_(1.5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+EDITS: dict[str, tuple[Change, set[str]]] = {
+    "a row set by hand": (set_row, {"0.weight"}),
+    "through .data": (lambda m, o: m[2].weight.data.mul_(1.5), {"2.weight"}),
+    "a clamp": (lambda m, o: m[2].bias.detach().clamp_(max=0.01), {"2.bias"}),
+    "one entry of a small bias": (lambda m, o: m[2].bias.data[3].add_(1e-3), {"2.bias"}),
+    "a layer made anew": (reset, {"2.weight", "2.bias"}),
+    "another model loaded": (loaded, {"0.weight", "0.bias", "2.weight", "2.bias"}),
+    "the optimizer's state loaded": (remembered, {"0.weight"}),
+}
+
+
+def train(
+    path: Path, kind: str, change: Change, at_step: int = EDITED, **options: Any
+) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
+    model = plain()
+    optimizer = KINDS[kind](model.parameters())
+    states = {0: state_of(model)}
+    with record(model, optimizer, path, **options):
+        for step in range(STEPS):
+            if step == at_step:
+                change(model, optimizer)
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+        if at_step == STEPS:
+            change(model, optimizer)
+    return model, states
+
+
+@pytest.mark.parametrize("keep", ["auto", "keys"])
+@each_kind
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_between_two_updates_begins_a_remainder(
+    edit: str, kind: str, keep: str, tmp_path: Path
+) -> None:
+    change, edited = EDITS[edit]
+    model, states = train(tmp_path / "run", kind, change, keep=keep)
+    memory = Memory.open(tmp_path / "run")
+    (event,) = memory.events
+    assert (event.step, event.what, set(event.parameters)) == (EDITED, "edited", edited)
+    (remark,) = (r for r in memory.remarks if "remainder" in r)
+    assert all(name in remark for name in sorted(edited)[:1])
+    found = verified(memory, model)
+    assert found.passed, found
+    if keep == "auto":
+        for name in memory.parameters:
+            assert found.verdicts[name].verdict == BITS
+            for step, state in states.items():
+                if name in edited and step == EDITED:  # as it was edited, not as the update left it
+                    continue
+                assert torch.equal(at_if_known(memory, name, step, state[name]), state[name])
+
+
+def at_if_known(memory: Memory, name: str, step: int, otherwise: torch.Tensor) -> torch.Tensor:
+    """The stretch just before an edit is not walked: its weights may be unknown, never wrong."""
+    if step < EDITED and memory.kept.last(name, step) == 0 != step:
+        ways = at, (memory, name, step, {"tests.recording.rules.Lion": Lion})
+        with contextlib.suppress(QueryError):
+            return ways[0](*ways[1])
+        return otherwise
+    return at(memory, name, step, {"tests.recording.rules.Lion": Lion})
+
+
+@each_kind
+def test_an_edit_after_the_last_update_is_what_the_memory_ends_with(
+    kind: str, tmp_path: Path
+) -> None:
+    model, states = train(tmp_path / "run", kind, set_row, at_step=STEPS)
+    memory = Memory.open(tmp_path / "run")
+    (event,) = memory.events
+    assert (event.step, event.what, event.parameters) == (STEPS, "edited", ("0.weight",))
+    assert verified(memory, model).passed
+    assert torch.equal(at(memory, "0.weight", STEPS), model[0].weight)
+    known = {"tests.recording.rules.Lion": Lion}
+    assert torch.equal(at(memory, "0.weight", STEPS - 1, known), states[STEPS - 1]["0.weight"])
+
+
+@each_kind
+def test_the_best_weights_put_back_at_the_end_are_where_the_memory_ends(
+    kind: str, tmp_path: Path
+) -> None:
+    best: list[Any] = []
+
+    def put_back(model: Any, optimizer: Any) -> None:
+        if best:
+            model.load_state_dict(best[0])
+            optimizer.load_state_dict(best[1])
+        best[:] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    model = plain()
+    optimizer = KINDS[kind](model.parameters())
+    with record(model, optimizer, tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            if step in (4, STEPS - 1):
+                put_back(model, optimizer)
+    memory = Memory.open(tmp_path / "run")
+    assert [(e.step, e.what, e.to) for e in memory.events] == [(STEPS, "rewind", 5)]
+    found = verified(memory, model)
+    assert found.passed, found
+    assert memory.path_to("0.weight", STEPS).tolist() == [0, 1, 2, 3, 4]
+
+
+@each_kind
+def test_restored_weights_and_states_are_a_rewind(kind: str, tmp_path: Path) -> None:
+    model = network()
+    optimizer = KINDS[kind](model.parameters())
+    states = {0: state_of(model)}
+    with record(model, optimizer, tmp_path / "run"):
+        for step in range(STEPS):
+            if step == 4:
+                best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if step == 9:
+                model.load_state_dict(best[0])
+                optimizer.load_state_dict(best[1])
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+    memory = Memory.open(tmp_path / "run")
+    rewinds = [e for e in memory.events if e.what == "rewind"]
+    assert [(e.step, e.to) for e in rewinds] == [(9, 4)]
+    assert memory.path_to("1.weight", STEPS).tolist() == [0, 1, 2, 3, 9, 10, 11]
+    assert any("put back to what they were after 4 updates" in r for r in memory.remarks)
+    found = verified(memory, model)
+    assert found.passed, found
+    for step in (*range(5), 10, 11, 12):
+        rebuilt = at(memory, "1.weight", step, {"tests.recording.rules.Lion": Lion})
+        assert torch.equal(rebuilt, states[step]["1.weight"]), step
+
+
+@each_kind
+def test_a_replaced_optimizer_is_followed(kind: str, tmp_path: Path) -> None:
+    model = plain()
+    states = {0: state_of(model)}
+    first = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with record(model, first, tmp_path / "run"):
+        for step in range(STEPS):
+            if step == EDITED:
+                first = KINDS[kind](model.parameters())
+            update(model, first, step)
+            states[step + 1] = state_of(model)
+    memory = proved(tmp_path / "run", model, states)
+    assert {(e.step, e.what) for e in memory.events} == {(EDITED, "replaced")}
+
+
+def test_an_optimizer_that_was_not_given_is_found_by_its_first_step(tmp_path: Path) -> None:
+    model = plain()
+    given, other = SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.01)
+    states = {0: state_of(model)}
+    with record(model, given, tmp_path / "run"):
+        for step in range(STEPS):
+            backward(model, step)
+            given.step()
+            other.step()
+            model.zero_grad()
+            states[step + 1] = state_of(model)
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps in (STEPS, STEPS + 1)
+    assert verified(memory, model).passed
+
+
+@each_kind
+def test_what_changes_no_weight_is_no_edit(kind: str, tmp_path: Path) -> None:
+    """Evaluating, averaging, exchanging, schedules, saving, freezing."""
+    model = plain()
+    optimizer = KINDS[kind](model.parameters())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
+    states = {0: state_of(model)}
+    with record(model, optimizer, tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+            averaged.update_parameters(model)
+            schedule.step()
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer.load_state_dict(saved[1])  # the same again
+            model.load_state_dict(averaged.module.state_dict())  # exchanged for an evaluation ...
+            with torch.no_grad():
+                model.eval()(torch.randn(3, 6))
+            model.train().load_state_dict(saved[0])  # ... and put back
+            model[0].weight.requires_grad_(step % 3 == 0)
+            optimizer.zero_grad(set_to_none=False)
+    memory = proved(tmp_path / "run", model, states)
+    assert not memory.events
+
+
+def test_an_optimizer_wrapped_around_another_adds_edits(tmp_path: Path) -> None:
+    """A lookahead: every third step weights go half the way back to where they were."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: Any) -> None:
+            super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+            self.inner, self.count = inner, 0
+            self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+            self.count += 1
+            if self.count % 3 == 0:
+                for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                    p.copy_(slow.lerp_(p, 0.5))
+
+    model = plain()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1))
+    with record(model, [optimizer, optimizer.inner], tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps == STEPS
+    assert {e.step for e in memory.events if e.what == "edited"} == {3, 6, 9, 12}
+    assert verified(memory, model).passed
+
+
+def test_a_change_through_a_parametrization_of_rules_is_found_at_the_next_fingerprint(
+    tmp_path: Path,
+) -> None:
+    """A hook that changes weights inside the optimizer's own step: no rule leads there."""
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: model[0].weight.data.mul_(1.001))
+
+    def train() -> None:
+        with record(model, optimizer, tmp_path / "run"):
+            for step in range(140):
+                update(model, optimizer, step)
+
+    with pytest.raises(AuditError, match=r"'0.weight' is not where its learning rule puts it"):
+        train()
+
+
+def test_a_tied_pair_of_networks_is_told_apart(tmp_path: Path) -> None:
+    """Two models at once, each with its own recorder."""
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    one, two = (SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models)
+    with record(models[0], one, tmp_path / "1"), record(models[1], two, tmp_path / "2"):
+        for step in range(4):
+            (models[0](torch.randn(3, 4)).sum() + models[1](torch.randn(2, 4)).sum()).backward()
+            one.step()
+            if step % 2:
+                two.step()
+            one.zero_grad()
+            two.zero_grad()
+    for name, model, steps in (("1", models[0], 4), ("2", models[1], 2)):
+        assert proved(tmp_path / name, model).steps == steps
