@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TypeGuard
 
 from torch import nn
 
 from dualform.layers.kinds import recognised
 from dualform.layers.layer import Layer
-from dualform.layers.linear import POSITIONS_FIRST
 
 ROOT_NAME = "model"
 """What a layer is called when the whole model is that one layer."""
@@ -25,14 +23,11 @@ def find_layers(model: nn.Module) -> dict[Layer, nn.Module]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     hidden = {id(inner) for module in compiled_modules(model) for inner in module.modules()}
-    turned = {id(m.out_proj) for m in model.modules() if is_attention(m) and m.batch_first}
     found: dict[Layer, nn.Module] = {}
     for name, module in model.named_modules():
         kind = None if id(module) in hidden else recognised(module)
         if kind is not None:
             layer = kind.layer(module, name or ROOT_NAME, lambda tensor: names[id(tensor)])
-            if id(module) in turned:
-                layer = replace(layer, details=((POSITIONS_FIRST, True),))
             found[layer] = module
     return found
 

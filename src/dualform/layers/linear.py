@@ -4,8 +4,7 @@ An input of shape [B, d] gives B patterns, [B, L, d] gives B·L in row-major ord
 the weight [d_out, d_in] the kind is `linear`; the other way round (x @ W, as GPT-2's) `transposed`.
 
 Why it is hard: torch's sums depend on how their terms lie in memory. Row by row, δᵀ x and Σ δ have
-torch's bits; a use that lies otherwise says so (`memory_order.py`). `nn.MultiheadAttention` given
-the batch first multiplies with positions first: the layer's details say that.
+torch's bits; a use that lies otherwise says so (`memory_order.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dualform.layers import memory_order
-from dualform.layers.kinds import Kind, Rows, Shape, is_plain, register
+from dualform.layers.kinds import Kind, Shape, is_plain, register
 from dualform.layers.layer import Layer
-
-POSITIONS_FIRST = "positions_first"
-"""The detail of a layer whose rows are multiplied in the order [L, B], though given as [B, L]."""
 
 
 class LinearKind(Kind):
@@ -33,19 +29,19 @@ class LinearKind(Kind):
     def recognises(self, module: nn.Module) -> bool:
         return is_plain(module, nn.Linear)
 
-    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> Rows:
-        if given.dim() == 2 == signal.dim():  # the usual case, without three calls more
-            return given, signal, (given.shape[0],)
-        return super().rows(layer, given, signal)
-
     def layout(self, given: Tensor, signal: Tensor) -> int:
         return memory_order.code_of_pair(given, signal)
+
+    def factors(self, keys: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
+        """Patterns as what gives the weight's rows, and what gives its columns."""
+        return signals, keys
 
     def attention(self, queries: Tensor, keys: Tensor) -> Tensor:
         return queries @ keys.T
 
     def write(self, matrix: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        matrix.view(len(matrix), -1).addmm_(values.T, keys)
+        rows, columns = self.factors(keys, values)
+        matrix.view(len(matrix), -1).addmm_(rows.T, columns)
         return matrix
 
     def multiply(self, matrix: Tensor, queries: Tensor) -> Tensor:
@@ -58,39 +54,36 @@ class LinearKind(Kind):
 
         Uses in one pass: the last in the forward pass is the first term.
         """
-        if layer.detail(POSITIONS_FIRST) and len(shape) == 2:
-            keys, signals = (
-                rows.view(*shape, -1).transpose(0, 1).reshape(len(rows), -1)
-                for rows in (keys, signals)
-            )
-            shape = shape[::-1]
-        of_keys, of_signals = memory_order.split(layout)
-        signal = memory_order.restored(signals, shape, of_signals)
+        of_keys, of_signals, is_exchanged = memory_order.split(layout)
+        both = (keys, of_keys), (signals, of_signals)
+        key, signal = (memory_order.restored(rows, shape, code) for rows, code in both)
+        if is_exchanged:
+            key, signal = (t.transpose(0, 1) if t.dim() > 2 else t for t in (key, signal))
         if role == "bias":
             return signal.sum(tuple(range(signal.dim() - 1)))
-        key = memory_order.restored(keys, shape, of_keys)
-        key, signal = (t.reshape(-1, t.shape[-1]) for t in (key, signal))
-        return self._product(key, signal).view(layer.shape)
-
-    def _product(self, keys: Tensor, signals: Tensor) -> Tensor:
-        """What patterns write: [n, ·] or by example [B, n, ·]."""
-        return signals.mT @ keys
+        rows, columns = self.factors(*(t.reshape(-1, t.shape[-1]) for t in (key, signal)))
+        return (rows.T @ columns).view(layer.shape)
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return torch.mv(signals.T, torch.mv(keys, v))
+        rows, columns = self.factors(keys, signals)
+        return torch.mv(rows.T, torch.mv(columns, v))
 
     def gross(self, keys: Tensor, signals: Tensor) -> float:
-        sizes = (float(torch.linalg.vector_norm(rows)) for rows in (keys, signals))
-        return math.prod(sizes) / math.sqrt(max(1, keys.shape[1]))
+        rows, columns = self.factors(keys, signals)
+        sizes = (float(torch.linalg.vector_norm(side)) for side in (rows, columns))
+        return math.prod(sizes) / math.sqrt(max(1, columns.shape[1]))
 
     def sizes(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return torch.mv(signals.T.square(), torch.mv(keys, v).square()).sqrt()
+        rows, columns = self.factors(keys, signals)
+        return torch.mv(rows.T.square(), torch.mv(columns, v).square()).sqrt()
 
     def examples(
         self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
     ) -> dict[str, Tensor]:
-        keys, signals = (_by_example(tensor, axis) for tensor in (given, signal))
-        wrote = self._product(keys, signals).view(-1, *layer.shape)
+        by = (t.movedim(axis, 0) if t.dim() > 1 else t[None] for t in (given, signal))
+        keys, signals = (t.reshape(len(t), t.shape[1:-1].numel(), t.shape[-1]) for t in by)
+        rows, columns = self.factors(keys, signals)
+        wrote = (rows.mT @ columns).view(-1, *layer.shape)
         return {"weight": wrote, "bias": signals.sum(1), "keys": keys.sum(1)}
 
 
@@ -103,29 +96,11 @@ class TransposedKind(LinearKind):
     def recognises(self, module: nn.Module) -> bool:
         return False
 
-    def write(self, matrix: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return super().write(matrix, values, keys)
+    def factors(self, keys: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, signals
 
     def multiply(self, matrix: Tensor, queries: Tensor) -> Tensor:
         return queries @ matrix
-
-    def _product(self, keys: Tensor, signals: Tensor) -> Tensor:
-        return super()._product(signals, keys)
-
-    def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return super().along(layer, signals, keys, v)
-
-    def gross(self, keys: Tensor, signals: Tensor) -> float:
-        return super().gross(signals, keys)
-
-    def sizes(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return super().sizes(layer, signals, keys, v)
-
-
-def _by_example(tensor: Tensor, axis: int) -> Tensor:
-    """[..., d] -> [B, rows of each, d]."""
-    by = tensor.movedim(axis, 0) if tensor.dim() > 1 else tensor[None]
-    return by.reshape(by.shape[0], by.shape[1:-1].numel(), by.shape[-1])
 
 
 LINEAR, TRANSPOSED = register(LinearKind()), register(TransposedKind())

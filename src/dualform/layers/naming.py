@@ -17,9 +17,7 @@ from torch import nn
 
 from dualform.layers.embedding import look_up
 from dualform.layers.layer import Layer
-from dualform.layers.linear import POSITIONS_FIRST
-from dualform.layers.parts import Part
-from dualform.layers.uses import Product
+from dualform.layers.uses import Part, Use
 
 PACKED = {
     (0, 3): "in_proj",
@@ -34,18 +32,15 @@ NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Biline
 """Modules whose matrices are not multiplied with an input that could be read from the graph."""
 
 
-def layer_of(
-    use: Product, model: nn.Module, shape: tuple[int, ...], *, positions_first: bool
-) -> Layer:
-    """The layer a use makes, given its parameter's shape."""
-    part, bias = use.weight, use.bias
-    name, own = _name(model, part, shape), (part.rows, shape[1])
-    if use.kind == "embedding":
+def layer_of(use: Use, model: nn.Module) -> Layer:
+    """The layer a use makes."""
+    part, bias, kind = use.weight, use.bias, use.kind or ""
+    name, own = _name(model, part), (part.stop - part.start, part.shape[1])
+    if kind == "embedding":
         return look_up(f"{name}[tokens]", part.parameter, own, use.padding, part.start)
     named, start = (None, 0) if bias is None else (bias.parameter, bias.start)
-    widths = own[::-1] if use.kind == "linear" else own
-    details = ((POSITIONS_FIRST, True),) if positions_first else ()
-    return Layer(name, use.kind, part.parameter, named, *widths, own, part.start, start, details)
+    inputs = part.shape[1] if kind == "linear" else own[0]
+    return Layer(name, kind, part.parameter, named, inputs, part.outputs, own, part.start, start)
 
 
 def free_name(layer: Layer, taken: Collection[str]) -> str:
@@ -60,10 +55,9 @@ def possible_names(model: nn.Module) -> list[str]:
     found, other = [], set()
     for place, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            prefix = f"{place}." if place else ""
             packed = module.in_proj_weight is not None
             own = PACKED.values() if packed else ("q_proj", "k_proj", "v_proj")
-            found += [prefix + name for name in own]
+            found += [f"{place}.{name}".lstrip(".") for name in own]
         if isinstance(module, (*NOT_READ, nn.Linear, nn.MultiheadAttention)):
             other |= {id(p) for p in module.parameters()}
     lazy = nn.parameter.UninitializedParameter  # has no shape yet
@@ -71,15 +65,14 @@ def possible_names(model: nn.Module) -> list[str]:
     return [*found, *(n for n, p in bare.items() if not isinstance(p, lazy) and p.dim() == 2)]
 
 
-def _name(model: nn.Module, weight: Part, shape: tuple[int, ...]) -> str:
+def _name(model: nn.Module, part: Part) -> str:
     """What to call (some rows of) a parameter."""
-    place, _, own = weight.parameter.rpartition(".")
-    prefix = f"{place}." if place else ""
+    place, _, own = part.parameter.rpartition(".")
+    prefix, third = f"{place}.".lstrip("."), part.shape[0] // 3
     if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
-        third = shape[0] // 3
         if own != "in_proj_weight":
             return prefix + own.removesuffix("_weight")
-        if not weight.start % third and not weight.stop % third:
-            return prefix + PACKED[weight.start // third, weight.stop // third]
-    whole = (weight.start, weight.stop) == (0, shape[0])
-    return weight.parameter + ("" if whole else f"[{weight.start}:{weight.stop}]")
+        if not part.start % third and not part.stop % third:
+            return prefix + PACKED[part.start // third, part.stop // third]
+    whole = (part.start, part.stop) == (0, part.shape[0])
+    return part.parameter + ("" if whole else f"[{part.start}:{part.stop}]")

@@ -10,6 +10,8 @@ nothing. So while it is asked here, it is kept from forgetting.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,45 +20,29 @@ from torch.autograd.graph import Node
 from dualform.layers import torch_internals
 
 
-class SavedInput:
-    """The input of a product as its node has saved it. Holds no reference to the node: a node whose
-    hook held itself would never be freed."""
+def saved_input(node: Node, name: str) -> Tensor | Callable[[], Tensor] | None:
+    """The input of a product as its node has saved it, or a function that brings it; None if there
+    is no way to it. Neither refers to the node: one whose hook held itself would never be freed.
 
-    def __init__(self, node: Node, name: str) -> None:
-        self._tensor: Tensor | None = None
-        self.is_lost = False
-        """Whether it was changed in place: torch will refuse a backward pass through the node."""
-        self._promise = torch_internals.promise_of(node, name)
-        if self._promise is None:
-            try:
-                tensor = torch_internals.saved(node, name)
-                self._tensor = None if tensor is None else tensor.detach()
-            except RuntimeError:
-                self.is_lost = True
+    Raises RuntimeError if it was changed in place: torch will refuse a backward pass there.
+    """
+    promise = torch_internals.promise_of(node, name)
+    if promise is not None:
+        return partial(_brought, *promise)
+    tensor = torch_internals.saved(node, name)
+    return None if tensor is None else tensor.detach()
 
-    @property
-    def can_be_read(self) -> bool:
-        """Whether there is a way to it; there may be none in other versions of torch."""
-        return self._tensor is not None or self._promise is not None
 
-    def read(self) -> Tensor:
-        """The tensor; from a checkpoint inside a backward pass, or at the cost of running it."""
-        if self._tensor is not None:
-            return self._tensor
-        assert self._promise is not None
-        bring, promise = self._promise
-        lends = isinstance(getattr(promise, "handles", None), dict)
-        if not lends or torch_internals.running_pass() == -1:  # then all of it is for us alone
-            return bring(promise).detach()
-        promise.handles = _Lasting(promise.handles)
-        try:
-            return bring(promise).detach()
-        finally:
-            promise.handles = dict(promise.handles)
-
-    def forget(self) -> None:
-        """Let go of it: the graph is not gone through again, but a kept loss may hold the hook."""
-        self._tensor = self._promise = None
+def _brought(bring: Callable[[Any], Tensor], promise: Any) -> Tensor:
+    """Have a promise kept, at the cost of running what is inside the checkpoint."""
+    lends = isinstance(getattr(promise, "handles", None), dict)
+    if not lends or torch_internals.running_pass() == -1:  # then all of it is for us alone
+        return bring(promise).detach()
+    promise.handles = _Lasting(promise.handles)
+    try:
+        return bring(promise).detach()
+    finally:
+        promise.handles = dict(promise.handles)
 
 
 class _Lasting(dict[Any, Any]):
