@@ -32,7 +32,6 @@ from dualform.layers import torch_internals as internals
 from dualform.layers.finding import is_attention
 from dualform.layers.layer import Layer
 from dualform.layers.naming import NOT_READ, free_name, layer_of
-from dualform.layers.saved import saved_input
 from dualform.layers.uses import Graph, Use, tensors_in
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class GraphWalk:
     def mark(self, node: Any) -> None:
         """Remember, as long as the graph lives, that a use was seen: the next call of a module may
         be fed with what this one returned, and its graph then holds this one's."""
-        internals.marks_of(node)[self._seen] = True
+        node.metadata[self._seen] = True
 
     def _trained(self, *but: type[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are trained, without those in modules of some classes."""
@@ -114,10 +113,10 @@ class GraphWalk:
         self._found |= self._read(ends, self._was_read, self._trained(nn.RNNBase))
         for end in ends:
             if end.grad_fn is not None:  # an output may be the next call's input
-                internals.marks_of(end.grad_fn)[self._read_before] = True
+                end.grad_fn.metadata[self._read_before] = True
 
     def _was_read(self, node: Node) -> bool:
-        return self._read_before in internals.marks_of(node)
+        return self._read_before in node.metadata
 
     def _attended(
         self,
@@ -160,7 +159,7 @@ class GraphWalk:
         # in the order they were made: that is how calls are counted
         for use in sorted(uses, key=lambda use: internals.sequence_number(use.node)):
             name = use.weight.parameter
-            if any(self._seen in internals.marks_of(node) for node in use.nodes):
+            if any(self._seen in node.metadata for node in use.nodes):
                 continue
             if use.kind is not None:
                 self._follow(use, batch)
@@ -179,7 +178,7 @@ class GraphWalk:
         if self.is_reading:
             self.mark(use.node)
         try:
-            key = saved_input(use.node, use.saved)
+            key = internals.saved_input(use.node, use.saved)
         except RuntimeError:  # legal as long as nothing goes back through it: an evaluation
             return
         if key is None:
