@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from dualform.layers import kinds, memory_order, opaque, torch_internals
+from dualform.layers import finding, kinds, memory_order, torch_internals
 from dualform.layers.kinds import Kind
 from dualform.layers.layer import Layer
 from dualform.layers.torch_internals import (
@@ -196,7 +196,7 @@ class Capture:
             return
         if running_pass() != -1:  # a checkpoint computes its part once more
             if hooks_on_saving(True) is None:
-                self.make_values(site.layer.weight, opaque.REENTRANT)
+                self.make_values(site.layer.weight, finding.REENTRANT)
             return
         kind = site.kind
         if (reason := kind.refuses(module)) is not None:
@@ -246,7 +246,7 @@ class Capture:
         if signal.requires_grad:
             key, signal = key.detach(), signal.detach()
         if key.layout is not torch.strided or key.is_nested:
-            self.make_values(site.layer.weight, opaque.NOT_STRIDED)
+            self.make_values(site.layer.weight, finding.NOT_STRIDED)
             return
         if batch:  # inside, positions come first
             key, signal = (t.reshape(-1, batch, t.shape[-1]).transpose(0, 1) for t in (key, signal))
@@ -271,7 +271,7 @@ class Capture:
             return False
         site.renew()
         if site.weight is None or not site.weight.is_leaf:
-            self.make_values(site.layer.weight, opaque.REPLACED)
+            self.make_values(site.layer.weight, finding.REPLACED)
             return False
         return bool(site.nodes)
 

@@ -77,13 +77,12 @@ class LinearKind(Kind):
         rows, columns = self.factors(keys, signals)
         return torch.mv(rows.T.square(), torch.mv(columns, v).square()).sqrt()
 
-    def examples(
-        self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
-    ) -> dict[str, Tensor]:
-        by = (t.movedim(axis, 0) if t.dim() > 1 else t[None] for t in (given, signal))
-        keys, signals = (t.reshape(len(t), t.shape[1:-1].numel(), t.shape[-1]) for t in by)
-        rows, columns = self.factors(keys, signals)
-        wrote = (rows.mT @ columns).view(-1, *layer.shape)
+    def examples(self, layer: Layer, given: Tensor, signal: Tensor) -> dict[str, Tensor]:
+        *rows, shape = self.rows(layer, given, signal)
+        of_each = (shape or (1,))[0], math.prod(shape[1:])
+        keys, signals = (t.view(*of_each, t.shape[-1]) for t in rows)
+        one, two = self.factors(keys, signals)
+        wrote = (one.mT @ two).view(-1, *layer.shape)
         return {"weight": wrote, "bias": signals.sum(1), "keys": keys.sum(1)}
 
 

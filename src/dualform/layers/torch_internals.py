@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_module
@@ -82,6 +82,16 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except (RuntimeError, AttributeError):
         return -1
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile stands in for a module, by any of its three ways."""
+    own = vars(module)
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or own.get("_compiled_call_impl") is not None
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def take_away(handle: RemovableHandle) -> None:

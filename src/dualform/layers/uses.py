@@ -113,7 +113,7 @@ class Use:
     bias: Part | None = None
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[Any]:
         """By which it may be known: an output's own node is one of them."""
         return [node for node in (self.node, self.unfolded, self.end) if node is not None]
 

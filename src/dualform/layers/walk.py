@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from dualform.layers import opaque
+from dualform.layers import finding
 from dualform.layers import torch_internals as internals
-from dualform.layers.finding import is_attention
 from dualform.layers.layer import Layer
 from dualform.layers.naming import NOT_READ, free_name, layer_of
 from dualform.layers.uses import Graph, Use, tensors_in
@@ -82,7 +81,7 @@ class GraphWalk:
         names = {id(p): name for name, p in self._model.named_parameters()}
         return {
             id(m): partial(self._attended, m, {n: names[id(p)] for n, p in m.named_parameters()})
-            for m in filter(is_attention, self._model.modules())
+            for m in filter(finding.is_attention, self._model.modules())
         }
 
     def mark(self, node: Any) -> None:
@@ -111,11 +110,11 @@ class GraphWalk:
             return
         ends = [t for t in tensors_in(output) if t.grad_fn is not None]
         self._found |= self._read(ends, self._was_read, self._trained(nn.RNNBase))
-        for end in ends:
-            if end.grad_fn is not None:  # an output may be the next call's input
-                end.grad_fn.metadata[self._read_before] = True
+        node: Any
+        for node in (end.grad_fn for end in ends):  # an output may be the next call's input
+            node.metadata[self._read_before] = True
 
-    def _was_read(self, node: Node) -> bool:
+    def _was_read(self, node: Any) -> bool:
         return self._read_before in node.metadata
 
     def _attended(
@@ -141,7 +140,7 @@ class GraphWalk:
             self._read(ends, given.__contains__, own, batch)
         elif ends and internals.hooks_on_saving(True) is None:
             for name, _ in own:
-                self._capture.make_values(name, opaque.REENTRANT)
+                self._capture.make_values(name, finding.REENTRANT)
 
     def _read(
         self,
@@ -167,7 +166,7 @@ class GraphWalk:
             elif name in self._suspects or any(
                 name in layer.parameters and layer.kind in READ for layer in self._capture.layers
             ):  # of other layers their kind sees to it
-                self._capture.make_values(name, opaque.reason_of(use.node.name()))
+                self._capture.make_values(name, finding.reason_of(use.node.name()))
         return found
 
     def _follow(self, use: Use, batch: int) -> None:
@@ -182,7 +181,7 @@ class GraphWalk:
         except RuntimeError:  # legal as long as nothing goes back through it: an evaluation
             return
         if key is None:
-            self._capture.make_values(use.weight.parameter, opaque.IN_CHECKPOINT)
+            self._capture.make_values(use.weight.parameter, finding.IN_CHECKPOINT)
         else:
             self._capture.hang(self._layer(use), use.end, key, use.leading, batch)
 
