@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layers.conftest import global_hooks
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
@@ -17,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dualform.layers import find_layers, reasons_for_values
-from tests.layers.conftest import global_hooks
 
 
 def mlp() -> nn.Sequential:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layers.conftest import global_hooks
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from dualform.layers import capture, torch_internals
-from tests.layers.conftest import global_hooks
 
 NAMES = {
     "running_pass": (torch._C, "_current_graph_task_id"),

@@ -1,9 +1,8 @@
 """The hooks: where keys and error signals are seen.
 
-One global forward hook looks at every call of a recorded layer; a hook on the graph's node that
-made the output then receives the error signal in the backward pass, together with the key it
-belongs to. Hooks on the modules themselves would switch off torch's fast path of
-`nn.TransformerEncoder`; full backward hooks see the output after an activation in place. A pattern
+One global forward hook looks at every call of a recorded layer (hooks on the modules would switch
+off torch's fast path of `nn.TransformerEncoder`). A hook on the graph's node that made the output
+then receives the error signal in the backward pass, together with the key it belongs to. A pattern
 exists only if its gradient really reaches the parameter's `.grad`: `torch.autograd.grad` for a
 saliency map leaves none.
 
@@ -57,7 +56,7 @@ class CallSite:
     layer: Layer
     kind: Kind
     by_examples: bool
-    places: tuple[tuple[nn.Module, str], ...]
+    places: list[tuple[nn.Module, str]]
     """The modules that have its weight and its bias, and as what."""
     is_on: bool = True
     weight: Tensor | None = None
@@ -159,8 +158,8 @@ class Capture:
         leading: tuple[int, ...] | None,
         batch: int,
     ) -> None:
-        """Report a use past its module when a pass goes through the node: its rows have a leading
-        shape, or come from an attention that was given this many examples, batch first."""
+        """Report a use past its module once a pass goes through the node: of rows of some leading
+        shape, or of an attention that was given so many examples, batch first."""
         if self._handle is not None and layer in self.layers:
             site = self._sites.get(layer) or self._site(layer, None)
             site.renew()
@@ -168,14 +167,11 @@ class Capture:
             node.register_prehook(hook)
 
     def _site(self, layer: Layer, module: nn.Module | None) -> CallSite:
-        places = []
-        for role, name in zip(("weight", "bias"), layer.parameters, strict=False):
-            place, _, own = name.rpartition(".")
-            at = (module, role) if module is not None else (self.model.get_submodule(place), own)
-            places.append(at)
-        kind = kinds.of(layer.kind)
-        site = CallSite(layer, kind, self.by_examples(layer), tuple(places))
-        site.renew()
+        names = [name.rpartition(".") for name in layer.parameters]
+        places = [(self.model.get_submodule(place), own) for place, _, own in names]
+        if module is not None:
+            places = [(module, "weight"), (module, "bias")]
+        site = CallSite(layer, kinds.of(layer.kind), self.by_examples(layer), places)
         self._sites[layer] = site
         return site
 
@@ -203,18 +199,13 @@ class Capture:
             self.make_values(site.layer.weight, reason)
             return
         is_trained = weight.requires_grad  # type: ignore[union-attr]
-        given = args[0] if args else next(iter(kwargs.values()))
-        dtype = output.dtype if kind.key_dtype is None else given.dtype
-        if (
-            not is_trained
-            or hooks_on_saving(True) is not None
-            or (given.dim() > 2 and not given.is_contiguous())
-        ):
-            key = given.detach().to(dtype, copy=True)
-        elif dtype is not given.dtype:
-            key = given.detach().to(dtype)  # the kernel multiplied a rounded input
-        else:
-            key = given  # with its graph: a call less, and that ends with this one's
+        key = args[0] if args else next(iter(kwargs.values()))
+        dtype = output.dtype if kind.key_dtype is None else key.dtype  # as the kernel rounds it
+        is_guarded = is_trained and hooks_on_saving(True) is None
+        if not is_guarded or (key.dim() > 2 and not key.is_contiguous()):
+            key = key.detach().to(dtype, copy=True)
+        elif dtype is not key.dtype:
+            key = key.detach().to(dtype)
         if kind.hooks_below_views and is_view(output):
             made_by = made_by.next_functions[0][0]
         if self._walk.is_reading:
@@ -238,9 +229,7 @@ class Capture:
             return
         if not any(map(will_run, site.nodes)) and not self._was_moved(site):
             return
-        key = held[0]
-        if not isinstance(key, Tensor):
-            key = key()
+        key = held[0] if isinstance(held[0], Tensor) else held[0]()
         if type(held) is list and not keeps_graph():
             held.clear()  # the loop may hold on to its loss, and so to this hook
         if signal.requires_grad:
