@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from dualform.layers import finding, kinds, memory_order, torch_internals
+from dualform.layers import finding, kinds, torch_internals
 from dualform.layers.kinds import Kind
 from dualform.layers.layer import Layer
+from dualform.layers.linear import EXCHANGED
 from dualform.layers.torch_internals import (
     hooks_on_saving,
     is_view,
@@ -246,7 +247,7 @@ class Capture:
         if kind.hooks_below_views and (site.by_examples or not lies_plainly):
             signal = signal.reshape(*kind.leading(key), signal.shape[-1])
         if not lies_plainly:
-            layout = kind.layout(key, signal) + memory_order.EXCHANGED * (batch > 0)
+            layout = kind.layout(key, signal) + EXCHANGED * (batch > 0)
         if site.by_examples:
             self.on_use(site.layer, key, signal, kind.leading(key), context, layout)
         else:

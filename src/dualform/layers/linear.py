@@ -3,8 +3,10 @@
 An input of shape [B, d] gives B patterns, [B, L, d] gives B·L in row-major order, and so on. With
 the weight [d_out, d_in] the kind is `linear`; the other way round (x @ W, as GPT-2's) `transposed`.
 
-Why it is hard: torch's sums depend on how their terms lie in memory. Row by row, δᵀ x and Σ δ have
-torch's bits; a use that lies otherwise says so (`memory_order.py`).
+Why it is hard: a sum's last bits depend on the order of its terms, and torch adds in the order of
+memory. Row by row, δᵀ x and Σ δ have torch's bits; a bias whose error signal comes transposed or is
+one number repeated, a product with an input that is stored column by column, have others. Such uses
+are rare; they say how they lay, and their gradients are computed from rows that lie so again.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dualform.layers import memory_order
 from dualform.layers.kinds import Kind, Shape, is_plain, register
 from dualform.layers.layer import Layer
+
+_BASE = 10**9
+EXCHANGED = _BASE**2
+"""Added to a use's layout: the first two dimensions change places before the product is taken, as
+`nn.MultiheadAttention` does when it is given the batch first."""
 
 
 class LinearKind(Kind):
@@ -30,7 +36,7 @@ class LinearKind(Kind):
         return is_plain(module, nn.Linear)
 
     def layout(self, given: Tensor, signal: Tensor) -> int:
-        return memory_order.code_of_pair(given, signal)
+        return order_of(given) * _BASE + order_of(signal)
 
     def factors(self, keys: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
         """Patterns as what gives the weight's rows, and what gives its columns."""
@@ -54,10 +60,9 @@ class LinearKind(Kind):
 
         Uses in one pass: the last in the forward pass is the first term.
         """
-        of_keys, of_signals, is_exchanged = memory_order.split(layout)
-        both = (keys, of_keys), (signals, of_signals)
-        key, signal = (memory_order.restored(rows, shape, code) for rows, code in both)
-        if is_exchanged:
+        key = restored(keys, shape, layout % EXCHANGED // _BASE)
+        signal = restored(signals, shape, layout % _BASE)
+        if layout >= EXCHANGED:
             key, signal = (t.transpose(0, 1) if t.dim() > 2 else t for t in (key, signal))
         if role == "bias":
             return signal.sum(tuple(range(signal.dim() - 1)))
@@ -100,6 +105,30 @@ class TransposedKind(LinearKind):
 
     def multiply(self, matrix: Tensor, queries: Tensor) -> Tensor:
         return queries @ matrix
+
+
+def order_of(tensor: Tensor) -> int:
+    """How a tensor lies in memory: 9 and then its dimensions as they follow each other, slowest
+    first, without those that are repeated (expanded). 0: row by row. Gaps make no difference."""
+    if tensor.is_contiguous() or not 2 <= tensor.dim() <= 8:
+        return 0
+    sizes, strides = tensor.shape, tensor.stride()
+    own = [d for d, stride in enumerate(strides) if stride or sizes[d] == 1]
+    return int("9" + "".join(str(d) for d in sorted(own, key=lambda d: -strides[d])))
+
+
+def restored(rows: Tensor, shape: tuple[int, ...], order: int) -> Tensor:
+    """Rows [n, d] of a use of some leading shape, lying in some order."""
+    if not order:
+        return rows
+    whole = once = rows.view(*shape, -1)
+    own = [int(digit) for digit in str(order)[1:]]
+    repeated = [d for d in range(whole.dim()) if d not in own]
+    for d in repeated:
+        once = once.narrow(d, 0, 1)
+    dims = repeated + own
+    lying = once.permute(dims).contiguous()
+    return lying.permute([dims.index(d) for d in range(len(dims))]).expand(whole.shape)
 
 
 LINEAR, TRANSPOSED = register(LinearKind()), register(TransposedKind())

@@ -12,7 +12,6 @@ past: such calls have no rows by example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import ClassVar
 
@@ -28,20 +27,15 @@ MOST_ENTRIES = 1 << 12
 FACTS = ("eps", "num_groups")
 """What is kept of a module, to normalise its input again."""
 
-Norm = Callable[[Layer, Tensor, Tensor | None, Tensor | None], Tensor]
-"""torch's own function: the layer, its input, gain and bias."""
-
 
 class NormKind(Kind):
     """A norm with a gain. `channels`: the gain belongs to dimension 1, else to the last ones."""
 
     words: ClassVar[tuple[str, ...]] = ("examples", "values")
 
-    def __init__(
-        self, name: str, norm: Norm, *modules: type[nn.Module], channels: bool = False
-    ) -> None:
+    def __init__(self, name: str, *modules: type[nn.Module], channels: bool = False) -> None:
         self.name = name  # type: ignore[misc]
-        self.modules, self.norm, self.channels = modules, norm, channels
+        self.modules, self.channels = modules, channels
 
     def recognises(self, module: nn.Module) -> bool:
         return any(is_plain(module, kind) for kind in self.modules)
@@ -71,6 +65,18 @@ class NormKind(Kind):
         with torch.no_grad():
             both = {"weight": signal * self.norm(layer, given, None, None), "bias": signal}
         return {role: self._summed(layer, rows) for role, rows in both.items()}
+
+    def norm(self, layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+        """torch's own function."""
+        eps = layer.detail("eps")
+        match self.name:
+            case "layer_norm":
+                return F.layer_norm(x, layer.shape, gain, bias, eps)
+            case "rms_norm":
+                return F.rms_norm(x, layer.shape, gain, eps)
+            case "group_norm":
+                return F.group_norm(x, layer.detail("num_groups"), gain, bias, eps)
+        return F.batch_norm(x, None, None, gain, bias, True, 0.0, eps)
 
     def _summed(self, layer: Layer, rows: Tensor) -> Tensor:
         own = len(layer.shape)
@@ -107,9 +113,10 @@ def _batch_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | Non
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-NORMS = [
-    register(NormKind("layer_norm", _layer_norm, nn.LayerNorm)),
-    register(NormKind("rms_norm", _rms_norm, nn.RMSNorm)),
-    register(NormKind("group_norm", _group_norm, nn.GroupNorm, channels=True)),
-    register(NormKind("batch_norm", _batch_norm, *BATCH_NORMS, channels=True)),
-]
+for kind in (
+    NormKind("layer_norm", nn.LayerNorm),
+    NormKind("rms_norm", nn.RMSNorm),
+    NormKind("group_norm", nn.GroupNorm, channels=True),
+    NormKind("batch_norm", *BATCH_NORMS, channels=True),
+):
+    register(kind)
