@@ -17,7 +17,6 @@ class PixelKind(linear.LinearKind):
     """W[:, :, 0, 0] times the channels of every pixel."""
 
     name = "pixels"
-    hooks_below_views = False
 
     def recognises(self, module: nn.Module) -> bool:
         plain = isinstance(module, nn.Conv2d) and kinds.is_plain(module, nn.Conv2d)

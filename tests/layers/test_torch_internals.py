@@ -42,7 +42,7 @@ def reloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.delattr(*NAMES[name])
         importlib.reload(torch_internals)
         monkeypatch.undo()
-        for name in ("running_pass", "keeps_graph", "hooks_on_saving", "is_view", "will_run"):
+        for name in ("running_pass", "keeps_graph", "hooks_on_saving", "will_run"):
             setattr(capture, name, getattr(torch_internals, name))
         return torch_internals
 
@@ -95,21 +95,6 @@ def test_recording_goes_on_without_a_name(
     assert used == set(parameters)
     for n, gradient in found.items():
         assert torch.allclose(gradient, parameters[n].grad)
-
-
-def test_without_views_told_apart_activations_in_place_are_found_in_the_graph(
-    watch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        capture, "is_view", torch_internals._of(torch.Tensor, "no", lambda t: False)
-    )
-    trained(watch, rows=8)
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True))
-    with watch(model) as seen:
-        for shape in ((4, 3, 6), (4, 6), (4, 3, 6)):
-            model(torch.randn(shape)).sum().backward()
-            seen.capture.next_step()
-    assert [len(use.keys) for use in seen.uses] == [12, 4, 12]
 
 
 def test_where_nothing_saved_can_be_read_weights_past_modules_are_values(

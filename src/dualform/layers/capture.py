@@ -32,13 +32,8 @@ from dualform.layers import finding, kinds, torch_internals
 from dualform.layers.kinds import Kind
 from dualform.layers.layer import Layer
 from dualform.layers.linear import EXCHANGED
-from dualform.layers.torch_internals import (
-    hooks_on_saving,
-    is_view,
-    keeps_graph,
-    running_pass,
-    will_run,
-)
+from dualform.layers.torch_internals import hooks_on_saving, keeps_graph, running_pass, will_run
+from dualform.layers.uses import UNFOLDED
 from dualform.layers.walk import GraphWalk
 
 OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
@@ -46,6 +41,8 @@ OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
 running backward pass goes through. Keys and error signals are rows (of a layer kept by examples as
 they were given) and may be part of a graph: use them under `torch.no_grad`."""
 
+Returned = Callable[[nn.Module, Any, Any, Any], None]
+"""What is to be done when a module returns: given it, its arguments and its output."""
 Held = list[Tensor | Callable[[], Tensor]] | tuple[Tensor]
 """A use's key, or what brings it; a list is emptied once the graph is gone."""
 
@@ -98,7 +95,7 @@ class Capture:
         self.on_use, self.context, self.by_examples = on_use, context, by_examples
         self.are_values: set[str] = set()
         self._wants, self._tell = on_new_layer, on_values
-        self._called: dict[int, CallSite | Callable[[Any, Any, Any], None]] = {}
+        self._called: dict[int, Returned] = {}
         self._sites: dict[Layer, CallSite] = {}
         self._handle: Any = None
         self._walk = GraphWalk(self)
@@ -110,7 +107,7 @@ class Capture:
         self._called.update(self._walk.attentions())
         for layer, module in self.layers.items():
             if module is not None and kinds.of(layer.kind).recognises(module):
-                self._called[id(module)] = self._site(layer, module)
+                self._called[id(module)] = partial(self._returned, self._site(layer, module))
         self._handle = torch_module.register_module_forward_hook(self._forward, with_kwargs=True)
         self._walk.start()
 
@@ -156,15 +153,15 @@ class Capture:
         layer: Layer,
         node: Node,
         key: Tensor | Callable[[], Tensor],
-        leading: tuple[int, ...] | None,
+        shape: tuple[int, ...] | None,
         batch: int,
     ) -> None:
-        """Report a use past its module once a pass goes through the node: of rows of some leading
-        shape, or of an attention that was given so many examples, batch first."""
+        """Report a use past its module once a pass goes through the node: its output has a shape
+        of its own, or is that of an attention that was given so many examples, batch first."""
         if self._handle is not None and layer in self.layers:
             site = self._sites.get(layer) or self._site(layer, None)
             site.renew()
-            hook = partial(self._backward, site, [key], self.context(), leading, batch)
+            hook = partial(self._backward, site, [key], self.context(), shape, batch)
             node.register_prehook(hook)
 
     def _site(self, layer: Layer, module: nn.Module | None) -> CallSite:
@@ -179,12 +176,14 @@ class Capture:
     # -- the hot path ---------------------------------------------------------------
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        site = self._called.get(id(module))
-        if site is None:
-            return
-        if type(site) is not CallSite:
-            site(args, kwargs, output)  # type: ignore[operator]
-            return
+        returned = self._called.get(id(module))
+        if returned is not None:
+            returned(module, args, kwargs, output)
+
+    def _returned(
+        self, site: CallSite, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """A module that is a layer returns."""
         made_by = getattr(output, "grad_fn", None)
         if made_by is None:
             return
@@ -195,32 +194,32 @@ class Capture:
             if hooks_on_saving(True) is None:
                 self.make_values(site.layer.weight, finding.REENTRANT)
             return
-        kind = site.kind
-        if (reason := kind.refuses(module)) is not None:
+        if (reason := site.kind.refuses(module)) is not None:
             self.make_values(site.layer.weight, reason)
             return
         is_trained = weight.requires_grad  # type: ignore[union-attr]
         key = args[0] if args else next(iter(kwargs.values()))
-        dtype = output.dtype if kind.key_dtype is None else key.dtype  # as the kernel rounds it
+        dtype = output.dtype if site.kind.key_dtype is None else key.dtype  # as the kernel rounds
         is_guarded = is_trained and hooks_on_saving(True) is None
         if not is_guarded or (key.dim() > 2 and not key.is_contiguous()):
             key = key.detach().to(dtype, copy=True)
         elif dtype is not key.dtype:
             key = key.detach().to(dtype)
-        if kind.hooks_below_views and is_view(output):
-            made_by = made_by.next_functions[0][0]
-        if self._walk.is_reading:
+        shape = None
+        if made_by.name() in UNFOLDED:  # an activation in place would cut it off its product
+            made_by, shape = made_by.next_functions[0][0], output.shape
+        if self._walk.handles:
             self._walk.mark(made_by)
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
         held: Held = [key] if is_trained else (key,)
-        made_by.register_prehook(partial(self._backward, site, held, self.context(), None, 0))
+        made_by.register_prehook(partial(self._backward, site, held, self.context(), shape, 0))
 
     def _backward(
         self,
         site: CallSite,
         held: Held,
         context: Any,
-        leading: tuple[int, ...] | None,
+        shape: tuple[int, ...] | None,
         batch: int,
         signals: tuple[Tensor | None, ...],
     ) -> None:
@@ -240,18 +239,15 @@ class Capture:
             return
         if batch:  # inside, positions come first
             key, signal = (t.reshape(-1, batch, t.shape[-1]).transpose(0, 1) for t in (key, signal))
-        elif leading is not None:
-            key, signal = (t.reshape(*leading, t.shape[-1]) for t in (key, signal))
-        lies_plainly = signal.is_contiguous() and key.is_contiguous()
-        kind, layout = site.kind, 0
-        if kind.hooks_below_views and (site.by_examples or not lies_plainly):
-            signal = signal.reshape(*kind.leading(key), signal.shape[-1])
-        if not lies_plainly:
-            layout = kind.layout(key, signal) + EXCHANGED * (batch > 0)
+        elif shape is not None:
+            key, signal = key.reshape(*shape[:-1], key.shape[-1]), signal.reshape(shape)
+        layout = 0
+        if not (signal.is_contiguous() and key.is_contiguous()):
+            layout = site.kind.layout(key, signal) + EXCHANGED * (batch > 0)
         if site.by_examples:
-            self.on_use(site.layer, key, signal, kind.leading(key), context, layout)
+            self.on_use(site.layer, key, signal, site.kind.leading(key), context, layout)
         else:
-            self.on_use(site.layer, *kind.rows(site.layer, key, signal), context, layout)
+            self.on_use(site.layer, *site.kind.rows(site.layer, key, signal), context, layout)
 
     # -- what is rare ---------------------------------------------------------------
 

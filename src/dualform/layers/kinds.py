@@ -49,9 +49,6 @@ class Kind(ABC):
     """int64 where keys are tokens; None: that of the product (bfloat16 under autocast)."""
     tags_must_fit: ClassVar[bool] = True
     """Whether a tag that fits no use of the layer is an error."""
-    hooks_below_views: ClassVar[bool] = False
-    """Whether a module's output may be a view of its product, as of an `nn.Linear` with positions:
-    the product's node is hooked then, for an activation in place cuts the view's own off."""
 
     # -- a module, and what it is given ---------------------------------------------------------
 

@@ -30,7 +30,6 @@ class LinearKind(Kind):
     """W x: a weight [d_out, d_in]."""
 
     name: ClassVar[str] = "linear"
-    hooks_below_views: ClassVar[bool] = True
 
     def recognises(self, module: nn.Module) -> bool:
         return is_plain(module, nn.Linear)

@@ -49,9 +49,6 @@ functorch_level: Callable[[], int | None] = _of(
 )
 """How many `torch.func` transforms are under way; None: none is."""
 
-is_view: Callable[[Tensor], bool] = _of(Tensor, "_is_view", lambda tensor: False)
-"""Whether a tensor is a view of another one, which autograd keeps track of."""
-
 _will_execute = _of(torch._C, "_will_engine_execute_node", lambda node: True)
 
 

@@ -113,15 +113,10 @@ class Use:
     bias: Part | None = None
 
     @property
-    def nodes(self) -> list[Any]:
-        """By which it may be known: an output's own node is one of them."""
-        return [node for node in (self.node, self.unfolded, self.end) if node is not None]
-
-    @property
-    def leading(self) -> tuple[int, ...] | None:
-        """The leading shape of its rows, if they were unfolded to one."""
-        shape = None if self.unfolded is None else shape_of_output(self.unfolded)
-        return shape[:-1] if shape and shape[-1] == self.weight.outputs else None
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its output, if that was unfolded."""
+        found = None if self.unfolded is None else shape_of_output(self.unfolded)
+        return found if found and found[-1] == self.weight.outputs else None
 
 
 class Graph:

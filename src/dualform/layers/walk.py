@@ -52,23 +52,21 @@ class GraphWalk:
         matrices = {n for n, p in self._trained(*NOT_READ, nn.MultiheadAttention) if p.dim() == 2}
         self._suspects = matrices - {layer.weight for layer in capture.layers}
         """Matrices that no module uses in its own way: functional code must be meant."""
-        self.is_reading = False
-        """Whether whole graphs are read, so that what was seen has to be marked."""
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
+        """The hooks by which whole graphs are read, so that what was seen has to be marked."""
 
     def start(self) -> None:
         """Begin to read the graph of every outermost module's call."""
-        self._handles = [
+        self.handles = [
             torch_module.register_module_forward_pre_hook(self._enter),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
         ]
-        self.is_reading = True
 
     def remove(self) -> None:
         """Stop reading whole graphs; leaves no hook behind."""
-        for handle in self._handles:
+        for handle in self.handles:
             internals.take_away(handle)
-        self._handles, self.is_reading = [], False
+        self.handles = []
 
     def next_step(self) -> None:
         """A step is over: go on only if functional uses were found, or may still come."""
@@ -76,11 +74,11 @@ class GraphWalk:
         if not self._found and not self._suspects:
             self.remove()
 
-    def attentions(self) -> dict[int, Callable[[Any, Any, Any], None]]:
+    def attentions(self) -> dict[int, Callable[[Any, Any, Any, Any], None]]:
         """What is to be done when each `nn.MultiheadAttention` returns, by identity."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         return {
-            id(m): partial(self._attended, m, {n: names[id(p)] for n, p in m.named_parameters()})
+            id(m): partial(self._attended, {n: names[id(p)] for n, p in m.named_parameters()})
             for m in filter(finding.is_attention, self._model.modules())
         }
 
@@ -119,8 +117,8 @@ class GraphWalk:
 
     def _attended(
         self,
-        module: nn.MultiheadAttention,
         names: Mapping[str, str],
+        module: nn.MultiheadAttention,
         args: Any,
         kwargs: Any,
         output: Any,
@@ -158,7 +156,8 @@ class GraphWalk:
         # in the order they were made: that is how calls are counted
         for use in sorted(uses, key=lambda use: internals.sequence_number(use.node)):
             name = use.weight.parameter
-            if any(self._seen in node.metadata for node in use.nodes):
+            nodes: list[Any] = [use.node, use.unfolded, use.end]  # an output's is one of them
+            if any(self._seen in node.metadata for node in nodes if node is not None):
                 continue
             if use.kind is not None:
                 self._follow(use, batch)
@@ -174,7 +173,7 @@ class GraphWalk:
 
         `batch`: rows are those of an attention that was given this many examples, batch first.
         """
-        if self.is_reading:
+        if self.handles:
             self.mark(use.node)
         try:
             key = internals.saved_input(use.node, use.saved)
@@ -183,7 +182,7 @@ class GraphWalk:
         if key is None:
             self._capture.make_values(use.weight.parameter, finding.IN_CHECKPOINT)
         else:
-            self._capture.hang(self._layer(use), use.end, key, use.leading, batch)
+            self._capture.hang(self._layer(use), use.end, key, use.shape, batch)
 
     def _layer(self, use: Use) -> Layer:
         """The layer a use is of; a new one if these rows and this bias were never seen together."""
