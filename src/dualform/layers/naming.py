@@ -1,4 +1,4 @@
-"""Layers without a module of their own: what to call a use of a weight, and what layer it makes.
+"""Layers without a module of their own: what to call them.
 
 | use | name |
 |---|---|
@@ -11,13 +11,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import count
 
 from torch import nn
 
-from dualform.layers.embedding import look_up
 from dualform.layers.layer import Layer
-from dualform.layers.uses import Part, Use
 
 PACKED = {
     (0, 3): "in_proj",
@@ -32,22 +31,12 @@ NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Biline
 """Modules whose matrices are not multiplied with an input that could be read from the graph."""
 
 
-def layer_of(use: Use, model: nn.Module) -> Layer:
-    """The layer a use makes."""
-    part, bias, kind = use.weight, use.bias, use.kind or ""
-    name, own = _name(model, part), (part.stop - part.start, part.shape[1])
-    if kind == "embedding":
-        return look_up(f"{name}[tokens]", part.parameter, own, use.padding, part.start)
-    named, start = (None, 0) if bias is None else (bias.parameter, bias.start)
-    inputs = part.shape[1] if kind == "linear" else own[0]
-    return Layer(name, kind, part.parameter, named, inputs, part.outputs, own, part.start, start)
-
-
-def free_name(layer: Layer, taken: Collection[str]) -> str:
-    """The layer's name, or a longer one if another layer has it."""
+def named(layer: Layer, model: nn.Module, taken: Collection[str]) -> Layer:
+    """A layer that functional code has made, with a name that no other has."""
+    name = _name(model, layer) + "[tokens]" * (layer.kind == "embedding")
     longer = f" + {layer.bias}[{layer.bias_offset}]" if layer.bias else ".weight"
-    names = (f"{layer.name}{longer * (n > 0)}{f' ({n})' * (n > 1)}" for n in count())
-    return next(name for name in names if name not in taken)
+    names = (f"{name}{longer * (n > 0)}{f' ({n})' * (n > 1)}" for n in count())
+    return replace(layer, name=next(name for name in names if name not in taken))
 
 
 def possible_names(model: nn.Module) -> list[str]:
@@ -65,14 +54,14 @@ def possible_names(model: nn.Module) -> list[str]:
     return [*found, *(n for n, p in bare.items() if not isinstance(p, lazy) and p.dim() == 2)]
 
 
-def _name(model: nn.Module, part: Part) -> str:
+def _name(model: nn.Module, layer: Layer) -> str:
     """What to call (some rows of) a parameter."""
-    place, _, own = part.parameter.rpartition(".")
-    prefix, third = f"{place}.".lstrip("."), part.shape[0] // 3
+    place, _, own = layer.weight.rpartition(".")
+    height, start = model.get_parameter(layer.weight).shape[0], layer.offset
+    prefix, third, stop = f"{place}.".lstrip("."), height // 3, start + layer.shape[0]
     if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
         if own != "in_proj_weight":
             return prefix + own.removesuffix("_weight")
-        if not part.start % third and not part.stop % third:
-            return prefix + PACKED[part.start // third, part.stop // third]
-    whole = (part.start, part.stop) == (0, part.shape[0])
-    return part.parameter + ("" if whole else f"[{part.start}:{part.stop}]")
+        if not start % third and not stop % third:
+            return prefix + PACKED[start // third, stop // third]
+    return layer.weight + f"[{start}:{stop}]" * ((start, stop) != (0, height))

@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from dualform.layers.embedding import look_up
+from dualform.layers.layer import Layer
 from dualform.layers.torch_internals import fact_of, shape_of_output
 
 Edge = tuple[Node, int]
@@ -63,9 +65,8 @@ class Part:
     dims: str
 
     @property
-    def outputs(self) -> int:
-        """How many numbers come out of a product with it."""
-        return self.shape[-1] if self.dims == "rc" else self.stop - self.start
+    def rows(self) -> int:
+        return self.stop - self.start
 
     def through(self, view: Node, number: int) -> Part:
         """What a view (its output of that number) shows of it."""
@@ -85,8 +86,7 @@ class Part:
             case "SplitWithSizesBackward0", [dim, sizes]:
                 start, stop, step = sum(sizes[:number]), sum(sizes[: number + 1]), 1
             case "SliceBackward0", [dim, start, stop, step]:
-                rows = self.stop - self.start
-                start, stop = (n + rows * (n < 0) for n in map(signed, (start, stop)))
+                start, stop = (n + self.rows * (n < 0) for n in map(signed, (start, stop)))
             case _:  # a copy
                 return self
         start, stop = self.start + max(0, start), min(self.start + stop, self.stop)
@@ -98,25 +98,23 @@ class Part:
 class Use:
     """One use of some rows of a parameter: a product with an input, and its bias; or a look-up.
 
-    `kind` is the kind of layer it makes, None if it has no patterns; the node has saved the key
-    under the name `saved`. A hook on `end` gets the error signal before anything is added to the
-    gradient of weight or bias; `unfolded` gives the rows their leading shape.
+    `layer` is the layer it makes, called after its weight; None: it has no patterns. The node has
+    saved the key under the name `saved`. A hook on `end` gets the error signal before anything is
+    added to the gradient of weight or bias; `unfolded` gives the rows their leading shape.
     """
 
-    kind: str | None
-    weight: Part
+    parameter: str
     node: Node
     end: Node
     unfolded: Node | None
+    layer: Layer | None = None
     saved: str = ""
-    padding: int | None = None
-    bias: Part | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of its output, if that was unfolded."""
         found = None if self.unfolded is None else shape_of_output(self.unfolded)
-        return found if found and found[-1] == self.weight.outputs else None
+        return found if found and self.layer and found[-1] == self.layer.out_features else None
 
 
 class Graph:
@@ -148,16 +146,19 @@ class Graph:
         taken: set[Edge] = set()
         for edge, part in parts.items():
             use = self._product(*edge, part)
-            if use is None:
+            if use is None or use.layer is None:
                 continue
             for place in self._sums(use):
                 bias = parts.get(place)
-                if bias and bias.dims == "r" and bias.outputs == part.outputs:
-                    use, taken = replace(use, bias=bias, end=place[0]), taken | {place}
+                if bias and bias.dims == "r" and bias.rows == use.layer.out_features:
+                    own = replace(use.layer, bias=bias.parameter, bias_offset=bias.start)
+                    use, taken = replace(use, layer=own, end=place[0]), taken | {place}
+                    break
             taken.add(edge)
             yield use
         for edge in parts.keys() - taken:
-            yield Use(None, parts[edge], edge[0], edge[0], self._only_user(edge[0], UNFOLDED))
+            node = edge[0]
+            yield Use(parts[edge].parameter, node, node, self._only_user(node, UNFOLDED))
 
     def _consumers(self, leaf: Node, whole: Part) -> Iterator[tuple[Edge, Part]]:
         """Find who uses a parameter, through views of it, and which part of it."""
@@ -175,16 +176,20 @@ class Graph:
 
     def _product(self, node: Node, slot: int, part: Part) -> Use | None:
         """The product or look-up that a part of a weight goes into, if it is one."""
-        saved = PRODUCTS.get((node.name(), slot))
-        kind = {"cr": "linear", "rc": "transposed"}.get(part.dims)
-        if saved is None or kind is None or not _is_usual(node):
+        name, saved = part.parameter, PRODUCTS.get((node.name(), slot))
+        if saved is None or len(part.dims) != 2 or not _is_usual(node):
             return None
-        if saved == "indices":
+        shape, unfolded = (part.rows, part.shape[1]), None
+        if saved != "indices":
+            unfolded = self._only_user(node, UNFOLDED)
+            kind, widths = ("linear", shape[::-1]) if part.dims == "cr" else ("transposed", shape)
+            layer = Layer(name, kind, name, None, *widths, shape, part.start)
+        elif part.dims == "rc":
             padding = signed(fact_of(node, "padding_idx", -1))
-            known = None if padding < 0 else padding
-            own = part.dims == "rc"
-            return Use("embedding", part, node, node, None, saved, known) if own else None
-        return Use(kind, part, node, node, self._only_user(node, UNFOLDED), saved)
+            layer = look_up(name, name, shape, None if padding < 0 else padding, part.start)
+        else:
+            return None
+        return Use(name, node, node, unfolded, layer, saved)
 
     def _sums(self, use: Use) -> list[Edge]:
         """Where a bias may be added to a product: by its own node, or by the one that follows."""

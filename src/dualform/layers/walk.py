@@ -30,7 +30,7 @@ from torch.nn.modules import module as torch_module
 from dualform.layers import finding
 from dualform.layers import torch_internals as internals
 from dualform.layers.layer import Layer
-from dualform.layers.naming import NOT_READ, free_name, layer_of
+from dualform.layers.naming import NOT_READ, named
 from dualform.layers.uses import Graph, Use, tensors_in
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class GraphWalk:
 
     def __init__(self, capture: Capture) -> None:
         self._capture, self._model = capture, capture.model
-        self._known = {replace(la, name=""): la for la in reversed(list(capture.layers))}
+        self._known = {replace(la, name=la.weight): la for la in reversed(list(capture.layers))}
         self._seen, self._read_before = object(), object()  # marks on nodes
         self._depth = threading.local()
         self._found = False  # functional uses: then every graph is read
@@ -155,20 +155,20 @@ class GraphWalk:
         uses = Graph(ends, is_end).uses(leaves)
         # in the order they were made: that is how calls are counted
         for use in sorted(uses, key=lambda use: internals.sequence_number(use.node)):
-            name = use.weight.parameter
             nodes: list[Any] = [use.node, use.unfolded, use.end]  # an output's is one of them
             if any(self._seen in node.metadata for node in nodes if node is not None):
                 continue
-            if use.kind is not None:
-                self._follow(use, batch)
+            if use.layer is not None:
+                self._follow(use, use.layer, batch)
                 found = True
-            elif name in self._suspects or any(
-                name in layer.parameters and layer.kind in READ for layer in self._capture.layers
+            elif use.parameter in self._suspects or any(
+                use.parameter in layer.parameters and layer.kind in READ
+                for layer in self._capture.layers
             ):  # of other layers their kind sees to it
-                self._capture.make_values(name, finding.reason_of(use.node.name()))
+                self._capture.make_values(use.parameter, finding.reason_of(use.node.name()))
         return found
 
-    def _follow(self, use: Use, batch: int) -> None:
+    def _follow(self, use: Use, layer: Layer, batch: int) -> None:
         """Have the patterns of a use reported when a backward pass goes through it.
 
         `batch`: rows are those of an attention that was given this many examples, batch first.
@@ -180,17 +180,11 @@ class GraphWalk:
         except RuntimeError:  # legal as long as nothing goes back through it: an evaluation
             return
         if key is None:
-            self._capture.make_values(use.weight.parameter, finding.IN_CHECKPOINT)
-        else:
-            self._capture.hang(self._layer(use), use.end, key, use.shape, batch)
-
-    def _layer(self, use: Use) -> Layer:
-        """The layer a use is of; a new one if these rows and this bias were never seen together."""
-        layer = layer_of(use, self._model)
-        identity = replace(layer, name="")
-        if identity not in self._known:
-            layer = replace(layer, name=free_name(layer, {la.name for la in self._known.values()}))
-            self._known[identity] = layer
+            self._capture.make_values(use.parameter, finding.IN_CHECKPOINT)
+            return
+        if layer not in self._known:  # these rows and this bias were never seen together
+            taken = {known.name for known in self._known.values()}
+            self._known[layer] = named(layer, self._model, taken)
             if not self._capture.are_values & set(layer.parameters):
-                self._capture.add(layer)
-        return self._known[identity]
+                self._capture.add(self._known[layer])
+        self._capture.hang(self._known[layer], use.end, key, use.shape, batch)
