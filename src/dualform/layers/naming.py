@@ -18,7 +18,7 @@ from torch import nn
 
 from dualform.layers.layer import Layer
 
-PACKED = {
+PACKED: dict[tuple[float, float], str] = {
     (0, 3): "in_proj",
     (0, 1): "in_proj_q",
     (1, 3): "in_proj_kv",
@@ -58,10 +58,10 @@ def _name(model: nn.Module, layer: Layer) -> str:
     """What to call (some rows of) a parameter."""
     place, _, own = layer.weight.rpartition(".")
     height, start = model.get_parameter(layer.weight).shape[0], layer.offset
-    prefix, third, stop = f"{place}.".lstrip("."), height // 3, start + layer.shape[0]
+    prefix, stop = f"{place}.".lstrip("."), start + layer.shape[0]
     if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
-        if own != "in_proj_weight":
-            return prefix + own.removesuffix("_weight")
-        if not start % third and not stop % third:
-            return prefix + PACKED[start // third, stop // third]
+        thirds = start / height * 3, stop / height * 3
+        third = PACKED.get(thirds) if own == "in_proj_weight" else own.removesuffix("_weight")
+        if third is not None:
+            return prefix + third
     return layer.weight + f"[{start}:{stop}]" * ((start, stop) != (0, height))

@@ -193,8 +193,8 @@ class Graph:
 
     def _sums(self, use: Use) -> list[Edge]:
         """Where a bias may be added to a product: by its own node, or by the one that follows."""
-        if use.saved == "mat1":
-            return [(use.node, 0)]
+        if use.saved != "self":
+            return [(use.node, 0)] * (use.saved == "mat1")
         added = self._only_user(use.unfolded or use.node, {"AddBackward0"})
         return [(added, 0), (added, 1)] if added is not None and _is_usual(added) else []
 
