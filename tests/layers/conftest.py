@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from dualform.layers import Capture, Layer, find_layers, of, torch_internals
+
+
+def global_hooks() -> dict[str, int]:
+    """How many global hooks on modules there are, by torch's table: none of ours may stay."""
+    tables = vars(torch_module).items()
+    return {n: len(t) for n, t in tables if n.startswith("_global_") and isinstance(t, dict)}
 
 
 class Seen(NamedTuple):

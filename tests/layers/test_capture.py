@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layers.conftest import global_hooks
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dualform.layers import find_layers, reasons_for_values, torch_internals
+from dualform.layers import find_layers, reasons_for_values
 
 
 def mlp() -> nn.Sequential:
@@ -339,17 +340,17 @@ def test_why_parameters_are_in_no_layer_is_said_in_words() -> None:
 
 
 def test_hooks_come_and_go_as_often_as_one_likes(watch: Any) -> None:
-    model, before = Odd(), torch_internals.global_hooks()
+    model, before = Odd(), global_hooks()
     seen = watch(model)
     for _ in range(3):
         seen.capture.start()
         seen.capture.start()
-        assert torch_internals.global_hooks() != before
+        assert global_hooks() != before
         model(torch.randn(4, 5, 6))["output"][0].sum().backward()
         seen.capture.next_step()
         seen.capture.remove()
         seen.capture.remove()
-        assert torch_internals.global_hooks() == before
+        assert global_hooks() == before
     uses = [use.layer.name for use in seen.uses]
     assert sorted(uses[: len(uses) // 3] * 3) == sorted(uses)
 
@@ -396,13 +397,13 @@ def test_a_capture_and_its_model_are_freed(watch: Any) -> None:
 
 
 def test_whole_graphs_are_read_in_the_first_step_only(watch: Any) -> None:
-    before = torch_internals.global_hooks()
+    before = global_hooks()
     model = mlp()
     with watch(model) as seen:
-        assert sum(torch_internals.global_hooks().values()) > sum(before.values()) + 2
+        assert sum(global_hooks().values()) > sum(before.values()) + 2
         loss_of(model).backward()
         seen.capture.next_step()
-        assert torch_internals.global_hooks()["_global_forward_pre_hooks"] == 0
+        assert global_hooks()["_global_forward_pre_hooks"] == 0
         loss_of(model).backward()
     assert len(seen.uses) == 4
 

@@ -17,7 +17,6 @@ class PixelKind(linear.LinearKind):
     """W[:, :, 0, 0] times the channels of every pixel."""
 
     name = "pixels"
-    hooks_below_views = False
 
     def recognises(self, module: nn.Module) -> bool:
         plain = isinstance(module, nn.Conv2d) and kinds.is_plain(module, nn.Conv2d)
@@ -119,8 +118,7 @@ def test_by_examples_it_is_handed_on_as_it_was_given(watch: Any) -> None:
     use = seen.of("0")[0]
     assert use.keys.shape == (5, 3, 8, 7)
     assert use.signals.shape == (5, 6, 8, 7)
-    rows = (t.movedim(1, -1) for t in (use.keys, use.signals))
-    wrote = of("pixels").examples(use.layer, *rows)
+    wrote = of("pixels").examples(use.layer, use.keys, use.signals)
     assert torch.allclose(wrote["weight"].sum(0), model[0].weight.grad)
     assert torch.allclose(wrote["bias"].sum(0), model[0].bias.grad)
     assert wrote["keys"].shape == (5, 3)

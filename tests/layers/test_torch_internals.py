@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layers.conftest import global_hooks
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
-from dualform.layers import capture, saved, torch_internals
+from dualform.layers import capture, torch_internals
 
 NAMES = {
     "running_pass": (torch._C, "_current_graph_task_id"),
@@ -41,7 +42,7 @@ def reloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.delattr(*NAMES[name])
         importlib.reload(torch_internals)
         monkeypatch.undo()
-        for name in ("running_pass", "keeps_graph", "hooks_on_saving", "is_view", "will_run"):
+        for name in ("running_pass", "keeps_graph", "hooks_on_saving", "will_run"):
             setattr(capture, name, getattr(torch_internals, name))
         return torch_internals
 
@@ -96,25 +97,10 @@ def test_recording_goes_on_without_a_name(
         assert torch.allclose(gradient, parameters[n].grad)
 
 
-def test_without_views_told_apart_activations_in_place_are_found_in_the_graph(
-    watch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        capture, "is_view", torch_internals._of(torch.Tensor, "no", lambda t: False)
-    )
-    trained(watch, rows=8)
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True))
-    with watch(model) as seen:
-        for shape in ((4, 3, 6), (4, 6), (4, 3, 6)):
-            model(torch.randn(shape)).sum().backward()
-            seen.capture.next_step()
-    assert [len(use.keys) for use in seen.uses] == [12, 4, 12]
-
-
 def test_where_nothing_saved_can_be_read_weights_past_modules_are_values(
     watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_internals, "saved", lambda node, name: None)
+    monkeypatch.setattr(torch_internals, "saved_input", lambda node, name: None)
     model = Net().double()
     with watch(model) as seen:
         model(torch.randn(4, 3, 6, dtype=torch.float64)).square().sum().backward()
@@ -125,21 +111,17 @@ def test_where_nothing_saved_can_be_read_weights_past_modules_are_values(
 def test_facts_that_nodes_do_not_tell_have_fallbacks() -> None:
     x = torch.randn(3, 3, requires_grad=True)
     node = (x @ x).grad_fn
-    assert torch_internals.saved(node, "nothing") is None
-    assert torch_internals.promise_of(node, "nothing") is None
+    assert torch_internals.saved_input(node, "nothing") is None
     assert torch_internals.fact_of(node, "nothing", 7) == 7
     assert torch_internals.shape_of_output(node) == (3, 3)
     assert torch_internals.shape_of_output(object()) is None  # type: ignore[arg-type]
     assert torch_internals.sequence_number(object()) == 0
-    torch_internals.marks_of(node)["here"] = 1
-    assert torch_internals.marks_of(node)["here"] == 1
 
 
 def test_what_a_checkpoint_has_promised_is_read_with_torchs_names_or_not_at_all() -> None:
     weight = torch.randn(3, 3, requires_grad=True)
     y = checkpoint(lambda x: x @ weight, torch.randn(2, 3), use_reentrant=False)
-    assert torch_internals.promise_of(y.grad_fn, "self") is not None
-    assert saved.SavedInput(y.grad_fn, "self").can_be_read
+    assert callable(torch_internals.saved_input(y.grad_fn, "self"))
 
 
 def test_the_end_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +148,9 @@ def test_versions_of_tensors_that_torch_does_not_count() -> None:
 def test_global_hooks_are_taken_away_even_where_torch_has_no_such_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = torch_internals.global_hooks()
+    before = global_hooks()
     handle = torch_module.register_module_forward_hook(lambda *a: None, always_call=True)
     monkeypatch.delattr(torch_module, "_global_forward_hooks_with_kwargs")
     torch_internals.take_away(handle)
     monkeypatch.undo()
-    assert torch_internals.global_hooks() == before
+    assert global_hooks() == before

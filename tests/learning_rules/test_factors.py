@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from dualform.learning_rules import (
     RULES,
+    Factors,
     Setting,
     coefficients,
     linear_factors,
-    moved,
     read_setting,
     rule_of,
 )
@@ -43,6 +43,14 @@ for _decay, _maximize in itertools.product((0.0, 0.1), (False, True)):
         (optim.Adagrad, {**shared, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
         (optim.Adadelta, {**shared, "lr": 0.5}),
     ]  # fmt: skip
+
+
+def moved(f: Factors, weights: Tensor, momentum: Tensor, gradient: Tensor | None) -> list[Tensor]:
+    """Move (W, m) one step; None is a gradient of zeros."""
+    found = [f.ww * weights + f.wm * momentum, f.mw * weights + f.mm * momentum]
+    if gradient is not None:
+        found = [found[0] + f.nw * gradient, found[1] + f.nm * gradient]
+    return found
 
 
 def ids(case: tuple[type, dict[str, Any]]) -> str:

@@ -6,35 +6,24 @@ Outside this room nothing asks which kind a layer is: `kinds.of(layer.kind)` ans
     layer.py      what is known of a layer          kinds.py       the interface of kinds, by name
     linear.py, embedding.py, norm.py                one kind each
     capture.py    modules' hooks                    walk.py        weights used past modules
-    finding.py, choosing.py, naming.py, opaque.py   which layers, what is kept, names, reasons
+    uses.py       such uses in autograd's graph     naming.py      what such layers are called
+    finding.py    which modules are layers          choosing.py    what is kept of each
     torch_internals.py                              every private name of torch
 """
 
-from dualform.layers import embedding, linear, norm
-from dualform.layers.capture import Capture, OnUse
-from dualform.layers.choosing import WORDS, Keep
-from dualform.layers.fast_path import layer_by_layer
-from dualform.layers.finding import ROOT_NAME, find_layers
-from dualform.layers.kinds import Kind, of, register
-from dualform.layers.layer import Layer
-from dualform.layers.naming import possible_names
-from dualform.layers.opaque import reasons_for_values
-
-__all__ = [
-    "ROOT_NAME",
-    "WORDS",
-    "Capture",
-    "Keep",
-    "Kind",
-    "Layer",
-    "OnUse",
-    "embedding",
-    "find_layers",
-    "layer_by_layer",
-    "linear",
-    "norm",
-    "of",
-    "possible_names",
-    "reasons_for_values",
-    "register",
-]
+from dualform.layers import embedding as embedding
+from dualform.layers import linear as linear
+from dualform.layers import norm as norm
+from dualform.layers.capture import Capture as Capture
+from dualform.layers.capture import OnUse as OnUse
+from dualform.layers.choosing import WORDS as WORDS
+from dualform.layers.choosing import Keep as Keep
+from dualform.layers.fast_path import layer_by_layer as layer_by_layer
+from dualform.layers.finding import ROOT_NAME as ROOT_NAME
+from dualform.layers.finding import find_layers as find_layers
+from dualform.layers.finding import reasons_for_values as reasons_for_values
+from dualform.layers.kinds import Kind as Kind
+from dualform.layers.kinds import of as of
+from dualform.layers.kinds import register as register
+from dualform.layers.layer import Layer as Layer
+from dualform.layers.naming import possible_names as possible_names

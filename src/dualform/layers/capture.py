@@ -1,9 +1,8 @@
 """The hooks: where keys and error signals are seen.
 
-One global forward hook looks at every call of a recorded layer; a hook on the graph's node that
-made the output then receives the error signal in the backward pass, together with the key it
-belongs to. Hooks on the modules themselves would switch off torch's fast path of
-`nn.TransformerEncoder`; full backward hooks see the output after an activation in place. A pattern
+One global forward hook looks at every call of a recorded layer (hooks on the modules would switch
+off torch's fast path of `nn.TransformerEncoder`). A hook on the graph's node that made the output
+then receives the error signal in the backward pass, together with the key it belongs to. A pattern
 exists only if its gradient really reaches the parameter's `.grad`: `torch.autograd.grad` for a
 saliency map leaves none.
 
@@ -14,12 +13,11 @@ hooks on saved tensors make of it (an activation checkpoint, `save_on_cpu`).
 
 Why it is hard: both hooks run for every layer of every step on the training thread, so each line of
 them is paid for; and they must leave nothing behind, not even a key that a kept loss keeps alive.
-Weights used past their modules are found by `walk.py`, which hands on what it sees here.
+Weights used past their modules are found by `walk.py`, which hangs its hooks by `hang`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,16 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules import module as torch_module
 
-from dualform.layers import kinds, opaque, torch_internals
+from dualform.layers import finding, kinds, torch_internals
 from dualform.layers.kinds import Kind
 from dualform.layers.layer import Layer
-from dualform.layers.torch_internals import (
-    hooks_on_saving,
-    is_view,
-    keeps_graph,
-    running_pass,
-    will_run,
-)
+from dualform.layers.linear import EXCHANGED
+from dualform.layers.torch_internals import hooks_on_saving, keeps_graph, running_pass, will_run
+from dualform.layers.uses import UNFOLDED
 from dualform.layers.walk import GraphWalk
 
 OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
@@ -47,23 +41,31 @@ OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
 running backward pass goes through. Keys and error signals are rows (of a layer kept by examples as
 they were given) and may be part of a graph: use them under `torch.no_grad`."""
 
+Returned = Callable[[nn.Module, Any, Any, Any], None]
+"""What is to be done when a module returns: given it, its arguments and its output."""
+Held = list[Tensor | Callable[[], Tensor]] | tuple[Tensor]
+"""A use's key, or what brings it; a list is emptied once the graph is gone."""
+
 
 @dataclass(eq=False, slots=True)
 class CallSite:
-    """Where a recorded layer is called: its module, and its parameters as they were at last."""
+    """A recorded layer where it is used, and its parameters as they were at last."""
 
     layer: Layer
     kind: Kind
-    module: nn.Module
     by_examples: bool
-    casts: bool
-    """Whether its key is what the product multiplied with: under autocast the input, rounded."""
-    below_views: bool
-    refuses: Callable[[nn.Module], str | None] | None
+    places: list[tuple[nn.Module, str]]
+    """The modules that have its weight and its bias, and as what."""
     is_on: bool = True
     weight: Tensor | None = None
     nodes: tuple[Node, ...] = ()
     """The graph's nodes that add to the `.grad` of those of its parameters that are trained."""
+
+    def renew(self) -> None:
+        """Look up the parameters anew."""
+        found = [module._parameters.get(name) for module, name in self.places]
+        leaves = [p for p in found if p is not None and p.is_leaf and p.requires_grad]
+        self.weight, self.nodes = found[0], tuple(get_gradient_edge(p).node for p in leaves)
 
 
 class Capture:
@@ -93,25 +95,19 @@ class Capture:
         self.on_use, self.context, self.by_examples = on_use, context, by_examples
         self.are_values: set[str] = set()
         self._wants, self._tell = on_new_layer, on_values
-        self._sites: dict[int, CallSite | Callable[[Any, Any, Any], None]] = {}
+        self._called: dict[int, Returned] = {}
+        self._sites: dict[Layer, CallSite] = {}
         self._handle: Any = None
         self._walk = GraphWalk(self)
-        self._copies = _Copies()
-        self._nodes: dict[int, tuple[Tensor, torch.dtype, torch.device, Node]] = {}
 
     def start(self) -> None:
         """Hang up the hooks; they hang until `remove`."""
         if self._handle is not None:
             return
+        self._called.update(self._walk.attentions())
         for layer, module in self.layers.items():
-            kind = kinds.of(layer.kind)
-            if module is not None and kind.recognises(module):
-                refuses = None if type(kind).refuses is Kind.refuses else kind.refuses
-                is_key = kind.key_dtype is None, kind.hooks_below_views
-                site = CallSite(layer, kind, module, self.by_examples(layer), *is_key, refuses)
-                self._renew(site)
-                self._sites[id(module)] = site
-        self._sites.update(self._walk.attentions())
+            if module is not None and kinds.of(layer.kind).recognises(module):
+                self._called[id(module)] = partial(self._returned, self._site(layer, module))
         self._handle = torch_module.register_module_forward_hook(self._forward, with_kwargs=True)
         self._walk.start()
 
@@ -120,25 +116,13 @@ class Capture:
         if self._handle is not None:
             torch_internals.take_away(self._handle)
         for site in self._sites.values():
-            if isinstance(site, CallSite):
-                site.is_on = False
+            site.is_on = False
         self._walk.remove()
-        self._handle, self._sites, self._nodes, self._copies = None, {}, {}, _Copies()
+        self._handle, self._called, self._sites = None, {}, {}
 
     def next_step(self) -> None:
         """A step is over. After the first, whole graphs are read only if there is a reason to."""
         self._walk.next_step()
-
-    def forget(self, layer: Layer) -> None:
-        """Stop looking at a layer."""
-        module = self.layers.pop(layer, None)
-        site = self._sites.pop(id(module), None)
-        if isinstance(site, CallSite):
-            site.is_on = False
-
-    def is_on(self, layer: Layer) -> bool:
-        """Whether patterns of the layer are still of interest."""
-        return self._handle is not None and layer in self.layers
 
     def add(self, layer: Layer) -> None:
         """Code past all modules has made a layer: look at it if it is wanted."""
@@ -156,63 +140,79 @@ class Capture:
         self.are_values.add(parameter)
         own = [layer for layer in self.layers if layer.weight == parameter]
         for layer in own:
-            self.forget(layer)
+            self._called.pop(id(self.layers.pop(layer)), None)
+            if layer in self._sites:
+                self._sites.pop(layer).is_on = False
         self._tell(parameter, reason)
         for bias in {layer.bias for layer in own if layer.bias is not None}:
             if all(layer.bias != bias for layer in self.layers):
                 self.make_values(bias, f"belongs to {parameter!r}, which {reason}")
 
-    def node_of(self, parameter: Tensor) -> Node:
-        """The graph's node that adds to this parameter's `.grad`; kept, for asking is slow."""
-        known = self._nodes.get(id(parameter))
-        nature = parameter.dtype, parameter.device
-        if known is None or known[0] is not parameter or known[1:3] != nature:
-            known = (parameter, *nature, get_gradient_edge(parameter).node)
-            self._nodes[id(parameter)] = known
-        return known[3]
+    def hang(
+        self,
+        layer: Layer,
+        node: Node,
+        key: Tensor | Callable[[], Tensor],
+        shape: tuple[int, ...] | None,
+        batch: int,
+    ) -> None:
+        """Report a use past its module once a pass goes through the node: its output has a shape
+        of its own, or is that of an attention that was given so many examples, batch first."""
+        if self._handle is not None and layer in self.layers:
+            site = self._sites.get(layer) or self._site(layer, None)
+            site.renew()
+            hook = partial(self._backward, site, [key], self.context(), shape, batch)
+            node.register_prehook(hook)
+
+    def _site(self, layer: Layer, module: nn.Module | None) -> CallSite:
+        names = [name.rpartition(".") for name in layer.parameters]
+        places = [(self.model.get_submodule(place), own) for place, _, own in names]
+        if module is not None:
+            places = [(module, "weight"), (module, "bias")]
+        site = CallSite(layer, kinds.of(layer.kind), self.by_examples(layer), places)
+        self._sites[layer] = site
+        return site
 
     # -- the hot path ---------------------------------------------------------------
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        site = self._sites.get(id(module))
-        if site is None:
-            return
-        if type(site) is not CallSite:
-            site(args, kwargs, output)  # type: ignore[operator]
-            return
+        returned = self._called.get(id(module))
+        if returned is not None:
+            returned(module, args, kwargs, output)
+
+    def _returned(
+        self, site: CallSite, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """A module that is a layer returns."""
         made_by = getattr(output, "grad_fn", None)
         if made_by is None:
             return
         weight = module._parameters.get("weight")
-        if (weight is not site.weight or not site.nodes) and not self._is_renewed(site):
+        if (weight is not site.weight or not site.nodes) and not self._is_trained(site):
             return
         if running_pass() != -1:  # a checkpoint computes its part once more
             if hooks_on_saving(True) is None:
-                self.make_values(site.layer.weight, opaque.REENTRANT)
+                self.make_values(site.layer.weight, finding.REENTRANT)
             return
-        if site.refuses is not None and (reason := site.refuses(module)) is not None:
+        if (reason := site.kind.refuses(module)) is not None:
             made_by.register_prehook(partial(self._refused, site, reason))
             return
         is_trained = weight.requires_grad  # type: ignore[union-attr]
-        given = args[0] if args else next(iter(kwargs.values()))
-        dtype = output.dtype if site.casts else given.dtype
-        if (
-            not is_trained
-            or hooks_on_saving(True) is not None
-            or (given.dim() > 2 and not given.is_contiguous())
-        ):
-            key = self._copies.of(given, dtype)
-        elif dtype is not given.dtype:
-            key = given.detach().to(dtype)  # the kernel multiplied a rounded input
-        else:
-            key = given  # with its graph: a call less, and that ends with this one's
-        if site.below_views and is_view(output):
-            made_by = made_by.next_functions[0][0]
-        if self._walk.is_reading:
+        key = args[0] if args else next(iter(kwargs.values()))
+        dtype = output.dtype if site.kind.key_dtype is None else key.dtype  # as the kernel rounds
+        is_guarded = is_trained and hooks_on_saving(True) is None
+        if not is_guarded or (key.dim() > 2 and not key.is_contiguous()):
+            key = key.detach().to(dtype, copy=True)
+        elif dtype is not key.dtype:
+            key = key.detach().to(dtype)
+        shape = None
+        if made_by.name() in UNFOLDED:  # an activation in place would cut it off its product
+            made_by, shape = made_by.next_functions[0][0], output.shape
+        if self._walk.handles:
             self._walk.mark(made_by)
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
-        held = [key] if is_trained else (key,)
-        made_by.register_prehook(partial(self._backward, site, held, self.context()))
+        held: Held = [key] if is_trained else (key,)
+        made_by.register_prehook(partial(self._backward, site, held, self.context(), shape, 0))
 
     def _refused(self, site: CallSite, reason: str, signals: Any) -> None:
         """A pass goes through a call that has no patterns; evaluating alone does no harm."""
@@ -222,86 +222,53 @@ class Capture:
     def _backward(
         self,
         site: CallSite,
-        held: list[Tensor] | tuple[Tensor],
+        held: Held,
         context: Any,
+        shape: tuple[int, ...] | None,
+        batch: int,
         signals: tuple[Tensor | None, ...],
     ) -> None:
-        """The node that made a layer's output is about to be gone through, backward."""
+        """A node that makes a layer's output is about to be gone through, backward."""
         signal = signals[0]
         if signal is None or not site.is_on or not held:
             return
-        if not will_run(site.nodes[0]) and not self._reaches_another(site):
+        if not any(map(will_run, site.nodes)) and not self._was_moved(site):
             return
-        key = held[0]
+        key = held[0] if isinstance(held[0], Tensor) else held[0]()
         if type(held) is list and not keeps_graph():
             held.clear()  # the loop may hold on to its loss, and so to this hook
         if signal.requires_grad:
             key, signal = key.detach(), signal.detach()
-        try:
-            lies_plainly = signal.is_contiguous() and key.is_contiguous()
-        except RuntimeError:  # some sparse ones cannot be asked
-            lies_plainly = False
-        if not lies_plainly and (key.layout is not torch.strided or key.is_nested):
-            self.make_values(site.layer.weight, opaque.NOT_STRIDED)
+        if key.layout is not torch.strided or key.is_nested:
+            self.make_values(site.layer.weight, finding.NOT_STRIDED)
             return
-        layout = 0 if lies_plainly else site.kind.layout(key, signal)
+        if batch:  # inside, positions come first
+            key, signal = (t.reshape(-1, batch, t.shape[-1]).transpose(0, 1) for t in (key, signal))
+        elif shape is not None:
+            key, signal = key.reshape(*shape[:-1], key.shape[-1]), signal.reshape(shape)
+        layout = 0
+        if not (signal.is_contiguous() and key.is_contiguous()):
+            layout = site.kind.layout(key, signal) + EXCHANGED * (batch > 0)
         if site.by_examples:
-            shape = site.kind.leading(key)
-            if signal.dim() < key.dim():  # that of a product below a view
-                signal = signal.view(*shape, signal.shape[-1])
-            self.on_use(site.layer, key, signal, shape, context, layout)
+            self.on_use(site.layer, key, signal, site.kind.leading(key), context, layout)
         else:
             self.on_use(site.layer, *site.kind.rows(site.layer, key, signal), context, layout)
 
     # -- what is rare ---------------------------------------------------------------
 
-    def _renew(self, site: CallSite) -> None:
-        """Look up a layer's parameters anew, and the nodes of those that are trained."""
-        found = map(site.module._parameters.get, ("weight", "bias"))
-        leaves = [p for p in found if p is not None and p.is_leaf]
-        site.weight = site.module._parameters.get("weight")
-        site.nodes = tuple(self.node_of(p) for p in leaves if p.requires_grad)
-
-    def _is_renewed(self, site: CallSite) -> bool:
+    def _is_trained(self, site: CallSite) -> bool:
         """Whether parameters that are not those of before, or were frozen, are trained now."""
-        weight = site.module._parameters.get("weight")
         if torch_internals.functorch_level() is not None:
             return False
-        if weight is None or not weight.is_leaf:
-            self.make_values(site.layer.weight, opaque.REPLACED)
+        site.renew()
+        if site.weight is None or not site.weight.is_leaf:
+            self.make_values(site.layer.weight, finding.REPLACED)
             return False
-        self._renew(site)
         return bool(site.nodes)
 
-    def _reaches_another(self, site: CallSite) -> bool:
-        """Whether the pass adds to a bias alone, or to parameters that were moved since.
-
-        A parameter moved to another device or type has another node.
-        """
-        if any(map(will_run, site.nodes[1:])):
-            return True
+    def _was_moved(self, site: CallSite) -> bool:
+        """Whether the pass adds to parameters that were moved since to another device or type, and
+        have other nodes."""
         before = site.nodes
-        self._renew(site)
+        site.renew()
         return site.nodes != before and any(map(will_run, site.nodes))
-
-
-class _Copies:
-    """Copies of inputs that may legally be changed in place before the backward pass.
-
-    Layers that are fed the same tensor one after the other share one, as the projections of
-    attention: where a checkpoint is to save memory, that counts.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]] | None = None
-
-    def of(self, given: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor as it is now, without its graph; not to be written to."""
-        version, last = torch_internals.version_of(given), self._last
-        if last is not None and last[0]() is given and version == last[1] != -1:
-            known = last[2]()
-            if known is not None and known.dtype == dtype:
-                return known
-        copy = given.detach().to(dtype, copy=True)
-        self._last = weakref.ref(given), version, weakref.ref(copy)
-        return copy

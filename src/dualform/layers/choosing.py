@@ -19,8 +19,6 @@ WORDS = ("patterns", "keys", "examples", "values", "auto")
 """What may be kept: rows with error signals, rows alone, sums by example, snapshots; or what suits
 the kind of layer best."""
 
-WILD = set("*?[")
-
 
 class Keep:
     """What the user's keep= means for each layer."""
@@ -33,16 +31,12 @@ class Keep:
             )
         self._patterns = {"*": keep} if isinstance(keep, str) else dict(keep)
         for pattern, word in self._patterns.items():
-            if word == "smallest":
-                raise RecordingError(
-                    'keep="smallest" was given, which comes later, with convolutions; expected one '
-                    f'of {_listed(WORDS)}. "auto" is the default'
-                )
             if word not in WORDS or not isinstance(pattern, str):
                 given = keep if isinstance(keep, str) else {pattern: word}
+                later = ', which comes later; "auto" is the default' * (word == "smallest")
                 raise RecordingError(
-                    f"keep={given!r} was given; expected one of the words {_listed(WORDS)}, for "
-                    "all layers or for each layer's name (or pattern of names)"
+                    f"keep={given!r} was given{later}; expected one of the words {_listed(WORDS)}, "
+                    "for all layers or for each layer's name (or pattern of names)"
                 )
 
     def check(self, layers: Iterable[Layer], others: Iterable[str] = ()) -> None:
@@ -50,8 +44,7 @@ class Keep:
 
         `others` are names that are no layers (now): parameters, or layers that may come up later.
         """
-        known, others = list(layers), list(others)
-        names = [layer.name for layer in known]
+        names, others = [layer.name for layer in layers if self.word(layer)], list(others)
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in [*names, *others, ""]):
                 raise RecordingError(
@@ -59,8 +52,6 @@ class Keep:
                     f"{', '.join(names) or 'none that can be recorded'}"
                     + (f"; beside them there are {', '.join(others[:20])}" if others else "")
                 )
-        for layer in known:
-            self.word(layer)
 
     def word(self, layer: Layer) -> str:
         """What is kept of a layer: "patterns", "keys", "examples" or "values".
@@ -72,11 +63,9 @@ class Keep:
         fitting = (pattern for pattern in self._patterns if fnmatchcase(layer.name, pattern))
         pattern = next(fitting, "*")
         word = self._patterns.get(pattern, "auto")
-        if word == "auto":
-            return kind.keep(layer)
         if word in kind.words:
             return word
-        if not WILD & set(pattern):
+        if word != "auto" and not set("*?[") & set(pattern):
             raise RecordingError(
                 f"keep={{{pattern!r}: {word!r}}} was given, but {layer.name!r} is of kind "
                 f"{kind.name!r}; expected one of {_listed((*kind.words, 'auto'))}"

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dualform.layers.kinds import Kind, NameOf, Rows, Shape, is_plain, register
+from dualform.layers.kinds import Kind, NameOf, Shape, is_plain, register
 from dualform.layers.layer import Layer
 
 PADDING = "padding"
@@ -54,7 +54,7 @@ class EmbeddingKind(Kind):
     def leading(self, given: Tensor) -> Shape:
         return tuple(given.shape)
 
-    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> Rows:
+    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> tuple[Tensor, Tensor, Shape]:
         padding = layer.detail(PADDING)
         if padding is not None:
             signal = signal.masked_fill((given == padding).unsqueeze(-1), 0.0)

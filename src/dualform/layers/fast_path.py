@@ -15,23 +15,17 @@ from contextlib import contextmanager
 import torch
 
 _lock = threading.Lock()
-_inside = 0
-_before = True
+_before: list[bool] = []
 
 
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
     """No fused evaluation inside; the switch, which is one for all threads, is then put back."""
-    global _inside, _before
     with _lock:
-        if not _inside:
-            _before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _inside += 1
+        _before.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                torch.backends.mha.set_fastpath_enabled(_before)
+        with _lock:  # the last to leave finds what the first has met
+            torch.backends.mha.set_fastpath_enabled(_before.pop())

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from dualform.errors import MemoryFileError, QueryError
 from dualform.layers.layer import Fact, Layer
+from dualform.layers.torch_internals import is_compiled
 
 NameOf = Callable[[Tensor], str]
 """What a parameter is called in its model."""
 Shape = tuple[int, ...]
-Rows = tuple[Tensor, Tensor, Shape]
-"""Keys, error signals and leading shape of one use."""
 
 
 class Kind(ABC):
@@ -50,9 +49,6 @@ class Kind(ABC):
     """int64 where keys are tokens; None: that of the product (bfloat16 under autocast)."""
     tags_must_fit: ClassVar[bool] = True
     """Whether a tag that fits no use of the layer is an error."""
-    hooks_below_views: ClassVar[bool] = False
-    """Whether a module's output may be a view of its product, as of an `nn.Linear` with positions:
-    the product's node is hooked then, for an activation in place cuts the view's own off."""
 
     # -- a module, and what it is given ---------------------------------------------------------
 
@@ -92,7 +88,7 @@ class Kind(ABC):
         """How the patterns of one call lie: [B], [B, L], ...: what tags are laid over."""
         return tuple(given.shape[:-1])
 
-    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> Rows:
+    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> tuple[Tensor, Tensor, Shape]:
         """Keys, error signals and leading shape of one use: views wherever that is possible."""
         return self.keys(given), self.error_signals(signal), self.leading(given)
 
@@ -143,13 +139,9 @@ class Kind(ABC):
         """Row by row, the square root of the sum of squares of the terms of `along`: [height]."""
         raise self._has_no_keys()
 
-    def examples(
-        self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
-    ) -> dict[str, Tensor]:
+    def examples(self, layer: Layer, given: Tensor, signal: Tensor) -> dict[str, Tensor]:
         """What each example wrote, by role: [B, *shape]; "keys", if there are any: [B, width].
-
-        The input as given and its error signal; `axis` is the dimension that counts examples.
-        """
+        From the input as given, and its error signal."""
         raise self._has_no_keys("rows by example")
 
     def _has_no_keys(self, what: str = "keys") -> QueryError:
@@ -164,14 +156,15 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     Not: a forward of its own, a parametrized weight, one without a shape yet, a compiled call.
     """
-    weight, own = module._parameters.get("weight"), vars(module)
+    weight = module._parameters.get("weight")
     return (
         isinstance(module, kind)
         and type(module).forward is kind.forward
         and isinstance(weight, nn.Parameter)
         and not isinstance(weight, nn.parameter.UninitializedParameter)
-        and not own.keys() & {"forward", "bias"}  # replaced on this very module, by pruning
-        and own.get("_compiled_call_impl") is None
+        and not vars(module).keys()
+        & {"forward", "bias"}  # replaced on this very module, by pruning
+        and not is_compiled(module)
     )
 
 
@@ -180,8 +173,7 @@ def described(module: nn.Module, kind: str, name: str, name_of: NameOf, **detail
     weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
     assert weight is not None
     names = name_of(weight), None if bias is None else name_of(bias)
-    shape = tuple(weight.shape)
-    facts = tuple(details.items())
+    shape, facts = tuple(weight.shape), tuple(details.items())
     return Layer(name, kind, *names, prod(shape[1:]), shape[0], shape, details=facts)
 
 
@@ -206,7 +198,5 @@ def of(name: str) -> Kind:
 
 def recognised(module: nn.Module) -> Kind | None:
     """The kind of layer a module is; None if it is none, or does something else besides."""
-    for kind in reversed(_kinds.values()):  # one that was added may be finer than ours
-        if module._parameters and kind.recognises(module):
-            return kind
-    return None
+    known = reversed(_kinds.values())  # one that was added may be finer than ours
+    return next((kind for kind in known if module._parameters and kind.recognises(module)), None)

@@ -44,11 +44,6 @@ class Layer:
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    @property
-    def height(self) -> int:
-        """How many rows of its weight the layer is."""
-        return self.shape[0]
-
     def rows_of(self, parameter: str) -> slice:
         """Which rows of its weight, or entries of its bias, are the layer's."""
         if parameter == self.weight:

@@ -3,9 +3,10 @@
 An input of shape [B, d] gives B patterns, [B, L, d] gives B·L in row-major order, and so on. With
 the weight [d_out, d_in] the kind is `linear`; the other way round (x @ W, as GPT-2's) `transposed`.
 
-Why it is hard: torch's sums depend on how their terms lie in memory. Row by row, δᵀ x and Σ δ have
-torch's bits; a use that lies otherwise says so (`memory_order.py`). `nn.MultiheadAttention` given
-the batch first multiplies with positions first: the layer's details say that.
+Why it is hard: a sum's last bits depend on the order of its terms, and torch adds in the order of
+memory. Row by row, δᵀ x and Σ δ have torch's bits; a bias whose error signal comes transposed or is
+one number repeated, a product with an input that is stored column by column, have others. Such uses
+are rare; they say how they lay, and their gradients are computed from rows that lie so again.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dualform.layers import memory_order
-from dualform.layers.kinds import Kind, Rows, Shape, is_plain, register
+from dualform.layers.kinds import Kind, Shape, is_plain, register
 from dualform.layers.layer import Layer
 
-POSITIONS_FIRST = "positions_first"
-"""The detail of a layer whose rows are multiplied in the order [L, B], though given as [B, L]."""
+_BASE = 10**9
+EXCHANGED = _BASE**2
+"""Added to a use's layout: the first two dimensions change places before the product is taken, as
+`nn.MultiheadAttention` does when it is given the batch first."""
 
 
 class LinearKind(Kind):
     """W x: a weight [d_out, d_in]."""
 
     name: ClassVar[str] = "linear"
-    hooks_below_views: ClassVar[bool] = True
 
     def recognises(self, module: nn.Module) -> bool:
         return is_plain(module, nn.Linear)
 
-    def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> Rows:
-        if given.dim() == 2 == signal.dim():  # the usual case, without three calls more
-            return given, signal, (given.shape[0],)
-        return super().rows(layer, given, signal)
-
     def layout(self, given: Tensor, signal: Tensor) -> int:
-        return memory_order.code_of_pair(given, signal)
+        return order_of(given) * _BASE + order_of(signal)
+
+    def factors(self, keys: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
+        """Patterns as what gives the weight's rows, and what gives its columns."""
+        return signals, keys
 
     def attention(self, queries: Tensor, keys: Tensor) -> Tensor:
         return queries @ keys.T
 
     def write(self, matrix: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        matrix.view(len(matrix), -1).addmm_(values.T, keys)
+        rows, columns = self.factors(keys, values)
+        matrix.view(len(matrix), -1).addmm_(rows.T, columns)
         return matrix
 
     def multiply(self, matrix: Tensor, queries: Tensor) -> Tensor:
@@ -58,39 +59,34 @@ class LinearKind(Kind):
 
         Uses in one pass: the last in the forward pass is the first term.
         """
-        if layer.detail(POSITIONS_FIRST) and len(shape) == 2:
-            keys, signals = (
-                rows.view(*shape, -1).transpose(0, 1).reshape(len(rows), -1)
-                for rows in (keys, signals)
-            )
-            shape = shape[::-1]
-        of_keys, of_signals = memory_order.split(layout)
-        signal = memory_order.restored(signals, shape, of_signals)
+        key = restored(keys, shape, layout % EXCHANGED // _BASE)
+        signal = restored(signals, shape, layout % _BASE)
+        if layout >= EXCHANGED:
+            key, signal = (t.transpose(0, 1) if t.dim() > 2 else t for t in (key, signal))
         if role == "bias":
             return signal.sum(tuple(range(signal.dim() - 1)))
-        key = memory_order.restored(keys, shape, of_keys)
-        key, signal = (t.reshape(-1, t.shape[-1]) for t in (key, signal))
-        return self._product(key, signal).view(layer.shape)
-
-    def _product(self, keys: Tensor, signals: Tensor) -> Tensor:
-        """What patterns write: [n, ·] or by example [B, n, ·]."""
-        return signals.mT @ keys
+        rows, columns = self.factors(*(t.reshape(-1, t.shape[-1]) for t in (key, signal)))
+        return (rows.T @ columns).view(layer.shape)
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return torch.mv(signals.T, torch.mv(keys, v))
+        rows, columns = self.factors(keys, signals)
+        return torch.mv(rows.T, torch.mv(columns, v))
 
     def gross(self, keys: Tensor, signals: Tensor) -> float:
-        sizes = (float(torch.linalg.vector_norm(rows)) for rows in (keys, signals))
-        return math.prod(sizes) / math.sqrt(max(1, keys.shape[1]))
+        rows, columns = self.factors(keys, signals)
+        sizes = (float(torch.linalg.vector_norm(side)) for side in (rows, columns))
+        return math.prod(sizes) / math.sqrt(max(1, columns.shape[1]))
 
     def sizes(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return torch.mv(signals.T.square(), torch.mv(keys, v).square()).sqrt()
+        rows, columns = self.factors(keys, signals)
+        return torch.mv(rows.T.square(), torch.mv(columns, v).square()).sqrt()
 
-    def examples(
-        self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
-    ) -> dict[str, Tensor]:
-        keys, signals = (_by_example(tensor, axis) for tensor in (given, signal))
-        wrote = self._product(keys, signals).view(-1, *layer.shape)
+    def examples(self, layer: Layer, given: Tensor, signal: Tensor) -> dict[str, Tensor]:
+        *rows, shape = self.rows(layer, given, signal)
+        of_each = (shape or (1,))[0], math.prod(shape[1:])
+        keys, signals = (t.view(*of_each, t.shape[-1]) for t in rows)
+        one, two = self.factors(keys, signals)
+        wrote = (one.mT @ two).view(-1, *layer.shape)
         return {"weight": wrote, "bias": signals.sum(1), "keys": keys.sum(1)}
 
 
@@ -103,29 +99,35 @@ class TransposedKind(LinearKind):
     def recognises(self, module: nn.Module) -> bool:
         return False
 
-    def write(self, matrix: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return super().write(matrix, values, keys)
+    def factors(self, keys: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, signals
 
     def multiply(self, matrix: Tensor, queries: Tensor) -> Tensor:
         return queries @ matrix
 
-    def _product(self, keys: Tensor, signals: Tensor) -> Tensor:
-        return super()._product(signals, keys)
 
-    def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return super().along(layer, signals, keys, v)
-
-    def gross(self, keys: Tensor, signals: Tensor) -> float:
-        return super().gross(signals, keys)
-
-    def sizes(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
-        return super().sizes(layer, signals, keys, v)
+def order_of(tensor: Tensor) -> int:
+    """How a tensor lies in memory: 9 and then its dimensions as they follow each other, slowest
+    first, without those that are repeated (expanded). 0: row by row. Gaps make no difference."""
+    if tensor.is_contiguous() or not 2 <= tensor.dim() <= 8:
+        return 0
+    sizes, strides = tensor.shape, tensor.stride()
+    own = [d for d, stride in enumerate(strides) if stride or sizes[d] == 1]
+    return int("9" + "".join(str(d) for d in sorted(own, key=lambda d: -strides[d])))
 
 
-def _by_example(tensor: Tensor, axis: int) -> Tensor:
-    """[..., d] -> [B, rows of each, d]."""
-    by = tensor.movedim(axis, 0) if tensor.dim() > 1 else tensor[None]
-    return by.reshape(by.shape[0], by.shape[1:-1].numel(), by.shape[-1])
+def restored(rows: Tensor, shape: tuple[int, ...], order: int) -> Tensor:
+    """Rows [n, d] of a use of some leading shape, lying in some order."""
+    if not order:
+        return rows
+    whole = once = rows.view(*shape, -1)
+    own = [int(digit) for digit in str(order)[1:]]
+    repeated = [d for d in range(whole.dim()) if d not in own]
+    for d in repeated:
+        once = once.narrow(d, 0, 1)
+    dims = repeated + own
+    lying = once.permute(dims).contiguous()
+    return lying.permute([dims.index(d) for d in range(len(dims))]).expand(whole.shape)
 
 
 LINEAR, TRANSPOSED = register(LinearKind()), register(TransposedKind())

@@ -1,4 +1,4 @@
-"""Layers without a module of their own: what to call a use of a weight, and what layer it makes.
+"""Layers without a module of their own: what to call them.
 
 | use | name |
 |---|---|
@@ -11,17 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import count
 
 from torch import nn
 
-from dualform.layers.embedding import look_up
 from dualform.layers.layer import Layer
-from dualform.layers.linear import POSITIONS_FIRST
-from dualform.layers.parts import Part
-from dualform.layers.uses import Product
 
-PACKED = {
+PACKED: dict[tuple[float, float], str] = {
     (0, 3): "in_proj",
     (0, 1): "in_proj_q",
     (1, 3): "in_proj_kv",
@@ -34,25 +31,12 @@ NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Biline
 """Modules whose matrices are not multiplied with an input that could be read from the graph."""
 
 
-def layer_of(
-    use: Product, model: nn.Module, shape: tuple[int, ...], *, positions_first: bool
-) -> Layer:
-    """The layer a use makes, given its parameter's shape."""
-    part, bias = use.weight, use.bias
-    name, own = _name(model, part, shape), (part.rows, shape[1])
-    if use.kind == "embedding":
-        return look_up(f"{name}[tokens]", part.parameter, own, use.padding, part.start)
-    named, start = (None, 0) if bias is None else (bias.parameter, bias.start)
-    widths = own[::-1] if use.kind == "linear" else own
-    details = ((POSITIONS_FIRST, True),) if positions_first else ()
-    return Layer(name, use.kind, part.parameter, named, *widths, own, part.start, start, details)
-
-
-def free_name(layer: Layer, taken: Collection[str]) -> str:
-    """The layer's name, or a longer one if another layer has it."""
+def named(layer: Layer, model: nn.Module, taken: Collection[str]) -> Layer:
+    """A layer that functional code has made, with a name that no other has."""
+    name = _name(model, layer) + "[tokens]" * (layer.kind == "embedding")
     longer = f" + {layer.bias}[{layer.bias_offset}]" if layer.bias else ".weight"
-    names = (f"{layer.name}{longer * (n > 0)}{f' ({n})' * (n > 1)}" for n in count())
-    return next(name for name in names if name not in taken)
+    names = (f"{name}{longer * (n > 0)}{f' ({n})' * (n > 1)}" for n in count())
+    return replace(layer, name=next(name for name in names if name not in taken))
 
 
 def possible_names(model: nn.Module) -> list[str]:
@@ -60,10 +44,9 @@ def possible_names(model: nn.Module) -> list[str]:
     found, other = [], set()
     for place, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            prefix = f"{place}." if place else ""
             packed = module.in_proj_weight is not None
             own = PACKED.values() if packed else ("q_proj", "k_proj", "v_proj")
-            found += [prefix + name for name in own]
+            found += [f"{place}.{name}".lstrip(".") for name in own]
         if isinstance(module, (*NOT_READ, nn.Linear, nn.MultiheadAttention)):
             other |= {id(p) for p in module.parameters()}
     lazy = nn.parameter.UninitializedParameter  # has no shape yet
@@ -71,15 +54,14 @@ def possible_names(model: nn.Module) -> list[str]:
     return [*found, *(n for n, p in bare.items() if not isinstance(p, lazy) and p.dim() == 2)]
 
 
-def _name(model: nn.Module, weight: Part, shape: tuple[int, ...]) -> str:
+def _name(model: nn.Module, layer: Layer) -> str:
     """What to call (some rows of) a parameter."""
-    place, _, own = weight.parameter.rpartition(".")
-    prefix = f"{place}." if place else ""
+    place, _, own = layer.weight.rpartition(".")
+    height, start = model.get_parameter(layer.weight).shape[0], layer.offset
+    prefix, stop = f"{place}.".lstrip("."), start + layer.shape[0]
     if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
-        third = shape[0] // 3
-        if own != "in_proj_weight":
-            return prefix + own.removesuffix("_weight")
-        if not weight.start % third and not weight.stop % third:
-            return prefix + PACKED[weight.start // third, weight.stop // third]
-    whole = (weight.start, weight.stop) == (0, shape[0])
-    return weight.parameter + ("" if whole else f"[{weight.start}:{weight.stop}]")
+        thirds = start / height * 3, stop / height * 3
+        third = PACKED.get(thirds) if own == "in_proj_weight" else own.removesuffix("_weight")
+        if third is not None:
+            return prefix + third
+    return layer.weight + f"[{start}:{stop}]" * ((start, stop) != (0, height))

@@ -12,7 +12,6 @@ past: such calls have no rows by example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import ClassVar
 
@@ -25,9 +24,8 @@ from dualform.layers.layer import Layer
 
 MOST_ENTRIES = 1 << 12
 """Up to this many entries keep="auto" keeps rows by example: one costs as much as the gain."""
-
-Norm = Callable[[Layer, Tensor, Tensor | None, Tensor | None], Tensor]
-"""torch's own function: the layer, its input, gain and bias."""
+FACTS = ("eps", "num_groups")
+"""What is kept of a module, to normalise its input again."""
 
 
 class NormKind(Kind):
@@ -35,11 +33,9 @@ class NormKind(Kind):
 
     words: ClassVar[tuple[str, ...]] = ("examples", "values")
 
-    def __init__(
-        self, name: str, modules: tuple[type[nn.Module], ...], norm: Norm, *, channels: bool = False
-    ) -> None:
+    def __init__(self, name: str, *modules: type[nn.Module], channels: bool = False) -> None:
         self.name = name  # type: ignore[misc]
-        self.modules, self.norm, self.channels = modules, norm, channels
+        self.modules, self.channels = modules, channels
 
     def recognises(self, module: nn.Module) -> bool:
         return any(is_plain(module, kind) for kind in self.modules)
@@ -65,21 +61,28 @@ class NormKind(Kind):
     def leading(self, given: Tensor) -> Shape:
         return (given.shape[0], *given.shape[2:]) if self.channels else tuple(given.shape[:-1])
 
-    def examples(
-        self, layer: Layer, given: Tensor, signal: Tensor, axis: int = 0
-    ) -> dict[str, Tensor]:
-        """Σ δ ⊙ x̂ and Σ δ over the rows of each example: [B, *shape of the gain]."""
+    def examples(self, layer: Layer, given: Tensor, signal: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             both = {"weight": signal * self.norm(layer, given, None, None), "bias": signal}
-        return {role: self._summed(layer, rows, axis) for role, rows in both.items()}
+        return {role: self._summed(layer, rows) for role, rows in both.items()}
 
-    def _summed(self, layer: Layer, rows: Tensor, axis: int) -> Tensor:
+    def norm(self, layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+        """torch's own function."""
+        eps = layer.detail("eps")
+        match self.name:
+            case "layer_norm":
+                return F.layer_norm(x, layer.shape, gain, bias, eps)
+            case "rms_norm":
+                return F.rms_norm(x, layer.shape, gain, eps)
+            case "group_norm":
+                return F.group_norm(x, layer.detail("num_groups"), gain, bias, eps)
+        return F.batch_norm(x, None, None, gain, bias, True, 0.0, eps)
+
+    def _summed(self, layer: Layer, rows: Tensor) -> Tensor:
         own = len(layer.shape)
-        if self.channels:
-            return rows.flatten(2).sum(2) if rows.dim() > 2 else rows
-        rows = rows.movedim(axis, 0) if rows.dim() > own else rows[None]
-        between = tuple(range(1, rows.dim() - own))
-        return rows.sum(between) if between else rows
+        rows = rows if rows.dim() > own else rows[None]
+        between = range(2, rows.dim()) if self.channels else range(1, rows.dim() - own)
+        return rows.sum(tuple(between)) if between else rows
 
     def gradient(
         self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
@@ -91,10 +94,6 @@ class NormKind(Kind):
             output = self.norm(layer, keys.detach(), gain, bias)
             wanted = gain if role == "weight" else bias
             return torch.autograd.grad(output, wanted, signals)[0]
-
-
-FACTS = ("eps", "num_groups")
-"""What is kept of a module, to normalise its input again."""
 
 
 def _layer_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -114,9 +113,10 @@ def _batch_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | Non
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-NORMS = [
-    register(NormKind("layer_norm", (nn.LayerNorm,), _layer_norm)),
-    register(NormKind("rms_norm", (nn.RMSNorm,), _rms_norm)),
-    register(NormKind("group_norm", (nn.GroupNorm,), _group_norm, channels=True)),
-    register(NormKind("batch_norm", BATCH_NORMS, _batch_norm, channels=True)),
-]
+for kind in (
+    NormKind("layer_norm", nn.LayerNorm),
+    NormKind("rms_norm", nn.RMSNorm),
+    NormKind("group_norm", nn.GroupNorm, channels=True),
+    NormKind("batch_norm", *BATCH_NORMS, channels=True),
+):
+    register(kind)

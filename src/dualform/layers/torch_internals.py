@@ -10,11 +10,12 @@ Functions that training calls for every layer of every step are torch's own, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_module
@@ -48,11 +49,7 @@ functorch_level: Callable[[], int | None] = _of(
 )
 """How many `torch.func` transforms are under way; None: none is."""
 
-is_view: Callable[[Tensor], bool] = _of(Tensor, "_is_view", lambda tensor: False)
-"""Whether a tensor is a view of another one, which autograd keeps track of."""
-
-_will_execute: Callable[[Node], bool] | None
-_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+_will_execute = _of(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
 def will_run(node: Node) -> bool:
@@ -61,10 +58,8 @@ def will_run(node: Node) -> bool:
     Unknown: it is taken to. A pass for `torch.autograd.grad` then looks like any other, and the
     audit finds patterns that are in no gradient.
     """
-    if _will_execute is None:
-        return True
     try:
-        return _will_execute(node)
+        return bool(_will_execute(node))
     except RuntimeError:  # torch.autograd.grad asked for this very leaf: nothing is added to it
         return False
 
@@ -86,6 +81,16 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile stands in for a module, by any of its three ways."""
+    own = vars(module)
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or own.get("_compiled_call_impl") is not None
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
 def take_away(handle: RemovableHandle) -> None:
     """Remove a global hook, and what torch's handle forgets of it in the tables beside."""
     handle.remove()
@@ -93,39 +98,46 @@ def take_away(handle: RemovableHandle) -> None:
         getattr(torch_module, name, {}).pop(handle.id, None)
 
 
-def global_hooks() -> dict[str, int]:
-    """How many global hooks on modules there are, by torch's table: none of ours may stay."""
-    tables = vars(torch_module).items()
-    return {n: len(t) for n, t in tables if n.startswith("_global_") and isinstance(t, Mapping)}
+def saved_input(node: Node, name: str) -> Tensor | Callable[[], Tensor] | None:
+    """The input of a product as its node has saved it (`mat1`, `indices`), or what brings it; None
+    if there is no way to it. Neither refers to the node: one whose hook held itself would never be
+    freed. Raises torch's RuntimeError if the input was changed in place.
 
-
-def saved(node: Node, name: str) -> Tensor | None:
-    """What a node has saved under a name (`mat1`, `indices`); None if that cannot be read.
-
-    Raises the RuntimeError torch would raise if it was changed in place or is freed already.
+    An activation checkpoint keeps nothing of its inside. It leaves a promise in each node, and runs
+    its part of the network once more when the backward pass reaches the first of them.
     """
-    found = getattr(node, f"_saved_{name}", None)
-    return found if isinstance(found, Tensor) else None
-
-
-def promise_of(node: Node, name: str) -> tuple[Callable[[Any], Tensor], Any] | None:
-    """How to get at what a hook on saving took in place of the tensor (an activation checkpoint's
-    promise): a function and what to give it. None if autograd has saved the tensor itself, or if
-    torch cannot say (then `saved` is asked, which is right but for a checkpoint's)."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     unpack = getattr(raw, "unpack_hook", None)
-    return None if unpack is None else (unpack, getattr(raw, "data", None))
+    if unpack is not None:
+        return partial(_brought, unpack, getattr(raw, "data", None))
+    tensor = getattr(node, f"_saved_{name}", None)
+    return tensor.detach() if isinstance(tensor, Tensor) else None
+
+
+def _brought(bring: Callable[[Any], Tensor], promise: Any) -> Tensor:
+    """Have a promise kept. A checkpoint gives each tensor out once in a backward pass and forgets
+    it; the node will want it as well, so while it is asked here it is kept from forgetting."""
+    lends = isinstance(getattr(promise, "handles", None), dict)
+    if not lends or running_pass() == -1:  # then all of it is for us alone
+        return bring(promise).detach()
+    promise.handles = _Lasting(promise.handles)
+    try:
+        return bring(promise).detach()
+    finally:
+        promise.handles = dict(promise.handles)
+
+
+class _Lasting(dict[Any, Any]):
+    """What a checkpoint knows of a tensor in each backward pass; None would mean: given out."""
+
+    def __setitem__(self, backward: Any, handle: Any) -> None:
+        if handle is not None:
+            super().__setitem__(backward, handle)
 
 
 def fact_of(node: Node, name: str, fallback: Any = None) -> Any:
     """A plain fact that a node has saved: `alpha`, `dim0`, `split_sizes`, `padding_idx`, ..."""
     return getattr(node, f"_saved_{name}", fallback)
-
-
-def marks_of(node: Any) -> dict[object, object]:
-    """What can be written on a node: it lives as long as the node, whatever holds that."""
-    found: dict[object, object] = node.metadata
-    return found
 
 
 def shape_of_output(node: Node) -> tuple[int, ...] | None:

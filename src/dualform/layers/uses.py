@@ -3,7 +3,7 @@
 A module's hook sees only calls of that module. `nn.MultiheadAttention` multiplies with slices of
 one packed parameter, and functional code with any weight it can reach; but whatever wrote it, each
 product leaves a node in the graph, with the input saved in it and the parameter at the end of a
-few views (transposed, split, cast). Reading the graph changes nothing.
+few views: transposed, split, sliced, cast. Reading the graph changes nothing.
 
 Why it is hard: the same product leaves different traces (a bias inside the product's node or
 added afterwards, positions flattened before it and unfolded after it), and a product must never be
@@ -14,64 +14,107 @@ of more than two dimensions (einsum, bmm), or with the weight first, are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from dualform.layers.parts import VIEWS, Part, signed
-from dualform.layers.torch_internals import fact_of
+from dualform.layers.embedding import look_up
+from dualform.layers.layer import Layer
+from dualform.layers.torch_internals import fact_of, shape_of_output
 
 Edge = tuple[Node, int]
 """A node and which of its inputs."""
-
-UNFOLDED = frozenset({"ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward4"})
-"""What gives the rows of a product the leading shape of its input."""
-
-PRODUCTS = {("AddmmBackward0", 2): "mat1", ("MmBackward0", 1): "self"}
-"""Nodes that multiply with a weight as which of their inputs, and what they call the key."""
-
 Leaves = Mapping[Node, tuple[str, tuple[int, ...]]]
 """Parameters at the ends of a graph: their nodes, with name and shape."""
 
+VIEWS: dict[str, tuple[str, ...]] = {
+    "TBackward0": (),
+    "TransposeBackward0": ("dim0", "dim1"),
+    "PermuteBackward0": ("dims",),
+    "SplitBackward0": ("dim", "split_size"),
+    "SplitWithSizesBackward0": ("dim", "split_sizes"),
+    "SliceBackward0": ("dim", "start", "end", "step"),
+    "ToCopyBackward0": (),
+    "AliasBackward0": (),
+    "CloneBackward0": (),
+}
+"""What may lie between a parameter and a product, and what such a node says of itself."""
+UNFOLDED = {"ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward4"}
+"""What gives the rows of a product the leading shape of its input."""
+PRODUCTS = {
+    ("AddmmBackward0", 2): "mat1",
+    ("MmBackward0", 1): "self",
+    ("EmbeddingBackward0", 0): "indices",
+}
+"""Nodes that multiply with a weight as which of their inputs, and what they call the key."""
+USUAL = {"alpha": 1, "beta": 1, "sparse": False, "scale_grad_by_freq": False}
+"""What such nodes, and a sum, have to say of themselves if they say it."""
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """One product of a weight (some rows of a parameter) with an input, and its bias; or a look-up.
 
-    `kind` is the kind of layer it makes; the node has saved the key under the name `saved`. A hook
-    on `end` gets the error signal before anything is added to the gradient of weight or bias;
-    `unfolded` gives the rows their leading shape. `edges` are those by which parameters come in.
-    """
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a parameter: `dims` are "rc" (rows, columns), "cr", or "r" of a vector; ""
+    stands for anything else that is made of it."""
 
-    kind: str
-    weight: Part
-    bias: Part | None
-    node: Node
-    end: Node
-    unfolded: Node | None
-    saved: str
-    edges: tuple[Edge, ...]
-    padding: int | None = None
+    parameter: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dims: str
 
     @property
-    def nodes(self) -> list[Node | None]:
-        """By which it may be known: an output's own node is one of them."""
-        return [self.node, self.unfolded, *(node for node, _ in self.edges)]
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    def through(self, view: Node, number: int) -> Part:
+        """What a view (its output of that number) shows of it."""
+        facts = [fact_of(view, fact) for fact in VIEWS[view.name()]]
+        other = replace(self, dims="")
+        if None in facts or not self.dims:
+            return other
+        match view.name(), facts:
+            case "TBackward0", _:
+                return replace(self, dims=self.dims[::-1])
+            case "TransposeBackward0", [one, two]:
+                return replace(self, dims=self.dims[:: -1 if (one - two) % 2 else 1])
+            case "PermuteBackward0", [dims]:
+                return replace(self, dims=self.dims[:: -1 if dims[0] % 2 else 1])
+            case "SplitBackward0", [dim, size]:
+                start, stop, step = size * number, size * (number + 1), 1
+            case "SplitWithSizesBackward0", [dim, sizes]:
+                start, stop, step = sum(sizes[:number]), sum(sizes[: number + 1]), 1
+            case "SliceBackward0", [dim, start, stop, step]:
+                start, stop = (n + self.rows * (n < 0) for n in map(signed, (start, stop)))
+            case _:  # a copy
+                return self
+        start, stop = self.start + max(0, start), min(self.start + stop, self.stop)
+        are_rows = self.dims[dim % len(self.dims)] == "r" and step == 1 and start < stop
+        return replace(self, start=start, stop=stop) if are_rows else other
 
 
 @dataclass(frozen=True, eq=False)
-class OtherUse:
-    """A use of a parameter that is not a product with an input: which node."""
+class Use:
+    """One use of some rows of a parameter: a product with an input, and its bias; or a look-up.
+
+    `layer` is the layer it makes, called after its weight; None: it has no patterns. The node has
+    saved the key under the name `saved`. A hook on `end` gets the error signal before anything is
+    added to the gradient of weight or bias; `unfolded` gives the rows their leading shape.
+    """
 
     parameter: str
     node: Node
-    unfolded: Node | None = None
+    end: Node
+    unfolded: Node | None
+    layer: Layer | None = None
+    saved: str = ""
 
     @property
-    def nodes(self) -> list[Node | None]:
-        return [self.node, self.unfolded]
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its output, if that was unfolded."""
+        found = None if self.unfolded is None else shape_of_output(self.unfolded)
+        return found if found and self.layer and found[-1] == self.layer.out_features else None
 
 
 class Graph:
@@ -91,104 +134,82 @@ class Graph:
                     self._users.setdefault(before, []).append((node, slot, number))
                     stack.append(before)
 
-    def uses(self, leaves: Leaves) -> Iterator[Product | OtherUse]:
-        """Every use of the parameters at these leaves: products, and what is none of them.
+    def uses(self, leaves: Leaves) -> Iterator[Use]:
+        """Every use of the parameters at these leaves, with patterns or without.
 
-        All that are not matrices are taken for biases: they come with the product they are added
-        to, or as another use.
+        A bias comes with the product it is added to, else as a use of its own.
         """
-        added: set[Edge] = set()
-        matrices = {leaf: known for leaf, known in leaves.items() if len(known[1]) == 2}
-        for leaf, (name, shape) in matrices.items():
-            for node, slot, part in self._consumers(leaf, Part(name, 0, shape[0], "rc")):
-                use = None if part is None else self._use(node, slot, part, shape[1], leaves)
-                if use is not None:
-                    added.update(use.edges[1:])
-                yield use or OtherUse(name, node)
-        for leaf in leaves.keys() - matrices.keys():
-            name, shape = leaves[leaf]
-            whole = Part(name, 0, shape[0] if shape else 1, "r")
-            for node, slot, _ in self._consumers(leaf, whole):
-                if (node, slot) not in added:
-                    yield OtherUse(name, node, self._only_user(node, UNFOLDED))
+        parts: dict[Edge, Part] = {}
+        for leaf, (name, shape) in leaves.items():
+            dims = {1: "r", 2: "rc"}.get(len(shape), "")
+            parts.update(self._consumers(leaf, Part(name, shape, 0, sum(shape[:1]), dims)))
+        taken: set[Edge] = set()
+        for edge, part in parts.items():
+            use = self._product(*edge, part)
+            if use is None or use.layer is None:
+                continue
+            for place in self._sums(use):
+                bias = parts.get(place)
+                if bias and bias.dims == "r" and bias.rows == use.layer.out_features:
+                    own = replace(use.layer, bias=bias.parameter, bias_offset=bias.start)
+                    use, taken = replace(use, layer=own, end=place[0]), taken | {place}
+                    break
+            taken.add(edge)
+            yield use
+        for edge in parts.keys() - taken:
+            node = edge[0]
+            yield Use(parts[edge].parameter, node, node, self._only_user(node, UNFOLDED))
 
-    def _consumers(self, leaf: Node, whole: Part) -> Iterator[tuple[Node, int, Part | None]]:
-        """Find who uses a parameter, through views of it: node, input, and which part of it."""
-        todo: list[tuple[Node, Part]] = [(leaf, whole)]
+    def _consumers(self, leaf: Node, whole: Part) -> Iterator[tuple[Edge, Part]]:
+        """Find who uses a parameter, through views of it, and which part of it."""
+        todo = [(leaf, whole)]
         while todo:
             node, part = todo.pop()
             for user, slot, number in self._users.get(node, ()):
-                seen = part if node is leaf else VIEWS[node.name()](node, number, part)
-                if user.name() in VIEWS and seen is not None:
-                    todo.append((user, seen))
-                    if user in self._ends:  # what becomes of it is not known
-                        yield user, slot, None
-                else:
-                    yield user, slot, seen
+                seen = part if node is leaf else part.through(node, number)
+                if user.name() not in VIEWS:
+                    yield (user, slot), seen
+                    continue
+                todo.append((user, seen))
+                if user in self._ends:  # what becomes of it is not known
+                    yield (user, slot), replace(seen, dims="")
 
-    def _use(
-        self, node: Node, slot: int, part: Part, columns: int, leaves: Leaves
-    ) -> Product | None:
-        """The product or look-up a node is, if it is one; `columns` are those of the parameter."""
-        name, bias, edges, end = node.name(), None, [(node, slot)], node
-        if name == "EmbeddingBackward0":
-            return _look_up(node, slot, part)
-        saved = PRODUCTS.get((name, slot))
-        if saved is None:
+    def _product(self, node: Node, slot: int, part: Part) -> Use | None:
+        """The product or look-up that a part of a weight goes into, if it is one."""
+        name, saved = part.parameter, PRODUCTS.get((node.name(), slot))
+        if saved is None or len(part.dims) != 2 or not _is_usual(node):
             return None
-        unfolded = self._only_user(node, UNFOLDED)
-        if name == "MmBackward0":
-            bias, edge = self._added(node if unfolded is None else unfolded, leaves)
-            if edge is not None:
-                edges.append(edge)
-                end = edge[0]  # the bias gets its gradient before the product's turn comes
-        elif fact_of(node, "alpha", 1) == fact_of(node, "beta", 1) == 1:
-            bias = _source(node.next_functions[0], leaves)
-            edges.append((node, 0))
+        shape, unfolded = (part.rows, part.shape[1]), None
+        if saved != "indices":
+            unfolded = self._only_user(node, UNFOLDED)
+            kind, widths = ("linear", shape[::-1]) if part.dims == "cr" else ("transposed", shape)
+            layer = Layer(name, kind, name, None, *widths, shape, part.start)
+        elif part.dims == "rc":
+            padding = signed(fact_of(node, "padding_idx", -1))
+            layer = look_up(name, name, shape, None if padding < 0 else padding, part.start)
         else:
             return None
-        kind, outputs = ("linear", part.rows) if part.dims == "cr" else ("transposed", columns)
-        if bias is not None and bias.rows != outputs:
-            return None
-        return Product(kind, part, bias, node, end, unfolded, saved, tuple(edges))
+        return Use(name, node, node, unfolded, layer, saved)
+
+    def _sums(self, use: Use) -> list[Edge]:
+        """Where a bias may be added to a product: by its own node, or by the one that follows."""
+        if use.saved != "self":
+            return [(use.node, 0)] * (use.saved == "mat1")
+        added = self._only_user(use.unfolded or use.node, {"AddBackward0"})
+        return [(added, 0), (added, 1)] if added is not None and _is_usual(added) else []
 
     def _only_user(self, node: Node, names: Collection[str]) -> Node | None:
         users = self._users.get(node, ())
         return users[0][0] if len(users) == 1 and users[0][0].name() in names else None
 
-    def _added(self, node: Node, leaves: Leaves) -> tuple[Part | None, Edge | None]:
-        """Find a bias that is added to the result of a product: by which input of which node."""
-        added = self._only_user(node, ("AddBackward0",))
-        if added is not None and fact_of(added, "alpha", 1) == 1:
-            for slot, edge in enumerate(added.next_functions):
-                bias = None if edge[0] is node else _source(edge, leaves)
-                if bias is not None:
-                    return bias, (added, slot)
-        return None, None
+
+def signed(number: Any) -> int:
+    """torch keeps negative numbers in unsigned ones in some of what it saves."""
+    return int(number) - (1 << 64) if number >= 1 << 63 else int(number)
 
 
-def _look_up(node: Node, slot: int, part: Part) -> Product | None:
-    if slot or part.dims != "rc" or fact_of(node, "sparse") or fact_of(node, "scale_grad_by_freq"):
-        return None
-    padding = signed(int(fact_of(node, "padding_idx", -1)))
-    edges, known = ((node, 0),), None if padding < 0 else padding
-    return Product("embedding", part, None, node, node, None, "indices", edges, known)
-
-
-def _source(edge: tuple[Node | None, int], leaves: Leaves) -> Part | None:
-    """The vector (or some of its entries) that an edge comes from, through views of it."""
-    path: list[tuple[Node, int]] = []
-    node, number = edge
-    while node is not None and node not in leaves and node.name() in VIEWS:
-        path.append((node, number))
-        node, number = node.next_functions[0]
-    if node is None or node not in leaves or len(leaves[node][1]) != 1:
-        return None
-    name, shape = leaves[node]
-    part: Part | None = Part(name, 0, shape[0], "r")
-    for view, output in reversed(path):
-        part = None if part is None else VIEWS[view.name()](view, output, part)
-    return part
+def _is_usual(node: Node) -> bool:
+    return all(fact_of(node, fact, usual) == usual for fact, usual in USUAL.items())
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:

@@ -9,7 +9,6 @@ from dualform.learning_rules.coefficients import Coefficients as Coefficients
 from dualform.learning_rules.coefficients import coefficients as coefficients
 from dualform.learning_rules.coefficients import linear_steps as linear_steps
 from dualform.learning_rules.factors import Factors as Factors
-from dualform.learning_rules.factors import moved as moved
 from dualform.learning_rules.known import RULES as RULES
 from dualform.learning_rules.known import Rule as Rule
 from dualform.learning_rules.known import rule_of as rule_of

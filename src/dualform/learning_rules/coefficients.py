@@ -2,8 +2,8 @@
 
     W = initial · W_0 + momentum · m_0 + Σ_s steps[s] · G_s,      G_s = Σ_t δ_t ⊗ x_t
 
-Step s is [W, m] ← M_s [W, m] + N_s g_s with g_s = κ_s (G_s + carried_s g_{s−1}); a step that did not
-move the parameter only adds to the gradient, κ = 1 and N = 0. Backward, ρ = (1, 0) at the end:
+Step s is [W, m] ← M_s [W, m] + N_s g_s with g_s = κ_s (G_s + carried_s g_{s−1}); a step that does
+not move the parameter only adds to the gradient, κ = 1 and N = 0. Backward, ρ = (1, 0) at the end:
 D_r = κ_r (ρ_r·N_r + carried_{r+1} D_{r+1}), ρ_{r−1} = ρ_r M_r. Momentum and decay change the
 coefficients of *old* patterns at every new step, so none is stored with its pattern. Prefix
 products are no alternative: μ^S underflows.

@@ -33,14 +33,6 @@ class Factors(NamedTuple):
 UNMOVED = Factors()
 
 
-def moved(f: Factors, weights: Tensor, momentum: Tensor, gradient: Tensor | None) -> list[Tensor]:
-    """Move (W, m) one step; None is a gradient of zeros."""
-    found = [f.ww * weights + f.wm * momentum, f.mw * weights + f.mm * momentum]
-    if gradient is not None:
-        found = [found[0] + f.nw * gradient, found[1] + f.nm * gradient]
-    return found
-
-
 def sign(setting: Setting) -> float:
     """Tell how the gradient enters: −1 where the rule maximizes."""
     return -1.0 if setting.group.get("maximize") else 1.0

@@ -10,10 +10,11 @@ held by a float32 tensor rounds otherwise than a Python float.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,11 @@ class Setting:
 
     def to_json(self) -> dict[str, Any]:
         """Everything in plain values, types and dtypes kept; of the defaults, what differs."""
-        own = {n: v for n, v in self.defaults.items() if n not in self.group or not self._shares(n)}
+        own = {
+            name: value
+            for name, value in self.defaults.items()
+            if name not in self.group or _text(self.group[name]) != _text(value)
+        }
         return {
             "path": self.path,
             "group": {name: _to_json(value) for name, value in self.group.items()},
@@ -82,9 +87,6 @@ class Setting:
             ) from error
         return cls(path, group, shared | own, left_out)
 
-    def _shares(self, name: str) -> bool:
-        return bool(_frozen(self.group[name]) == _frozen(self.defaults[name]))
-
 
 _DICTS = ("group", "defaults")
 _PLAIN = {type(None), bool, int, float, str}
@@ -98,65 +100,33 @@ class SeenSettings:
 
     def __init__(self, settings: Iterable[Setting] = ()) -> None:
         self.settings = list(settings)
-        self._places = {_key(s, _frozen(s.defaults)): i for i, s in enumerate(self.settings)}
-        self._last: dict[int, _LastRead] = {}
+        self._places = {_key(s): i for i, s in enumerate(self.settings)}
+        self._last: dict[int, tuple[list[Any], int]] = {}
 
     def index(self, optimizer: Optimizer, group: dict[str, Any]) -> int:
         """Find the place of the group's settings as they are now; new ones are appended."""
-        last = self._last.get(id(group))
-        if last is not None and not last.is_of(optimizer):
-            last = None
-        if last is not None:
-            before = last.group
-            before["params"] = group["params"]  # one list is equal to itself at once
+        if id(group) in self._last:
+            before, place = self._last[id(group)]
+            before[2]["params"] = group["params"]  # one list is equal to itself at once
             try:
-                if before == group:  # tensors by value: `before` holds copies
-                    return last.place
+                if before == [type(optimizer), optimizer.defaults, group]:
+                    return place  # tensors were compared by value: what is remembered are copies
             except (RuntimeError, ValueError):  # tensors of several entries have no truth
                 pass
-        return self._read(optimizer, group, last)
-
-    def _read(self, optimizer: Optimizer, group: dict[str, Any], last: _LastRead | None) -> int:
-        setting = read_setting(optimizer, group, None if last is None else last.setting)
-        defaults = _frozen(setting.defaults) if last is None else last.frozen_defaults
-        key = _key(setting, defaults)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = len(self.settings)
+        setting = read_setting(optimizer, group)
+        place = self._places.setdefault(_key(setting), len(self.settings))
+        if place == len(self.settings):
             self.settings.append(setting)
         if len(self._last) >= REMEMBERED:
             self._last.clear()
-        before = {name: _copy(value) for name, value in group.items() if name != "params"}
-        self._last[id(group)] = _LastRead(
-            type(optimizer), before, dict(optimizer.defaults), defaults, setting, place
-        )
+        copied = {name: _copy(value) for name, value in group.items() if name != "params"}
+        self._last[id(group)] = [type(optimizer), dict(optimizer.defaults), copied], place
         return place
 
 
-class _LastRead(NamedTuple):
-    """A group as it was last read."""
-
-    kind: type
-    group: dict[str, Any]
-    defaults: dict[str, Any]
-    frozen_defaults: Any
-    setting: Setting
-    place: int
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        try:
-            return self.kind is type(optimizer) and self.defaults == optimizer.defaults
-        except (RuntimeError, ValueError):
-            return False
-
-
-def read_setting(
-    optimizer: Optimizer, group: Mapping[str, Any], like: Setting | None = None
-) -> Setting:
-    """Read one parameter group as it is now; path and defaults may be `like` those of another."""
+def read_setting(optimizer: Optimizer, group: Mapping[str, Any]) -> Setting:
+    """Read one parameter group as it is now."""
     found, left_out = _kept(group)
-    if like is not None:
-        return Setting(like.path, found, like.defaults, left_out)
     return Setting(class_path(type(optimizer)), found, _kept(optimizer.defaults)[0], left_out)
 
 
@@ -212,21 +182,13 @@ def _is_kept(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | np.bool_ | np.number)
 
 
-def _key(setting: Setting, defaults: Any) -> Any:
-    return setting.path, _frozen(setting.group), defaults
+def _key(setting: Setting) -> str:
+    return _text([setting.path, setting.group, setting.defaults])
 
 
-def _frozen(value: Any) -> Any:
-    """Turn a setting into something that hashes, and differs where type or value do."""
-    if type(value) in _PLAIN:
-        return type(value), value
-    if isinstance(value, dict):
-        return tuple((name, _frozen(v)) for name, v in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_frozen, value))
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), value.item()
-    return type(value), value
+def _text(value: Any) -> str:
+    """Turn a setting into text, which differs where value or type of a number do."""
+    return json.dumps(value, default=_to_json)
 
 
 def _to_json(value: Any) -> Any:
