@@ -51,7 +51,7 @@ def test_the_first_pattern_that_fits_gives_the_word(keep: Any, expected: str) ->
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        ("smallest", r"'smallest'\} was given, which comes later"),
+        ("smallest", r"'smallest' was given, which comes later"),
         ({"fc1": "smallest"}, r'"auto" is the default'),
         ("pattern", r"'pattern'.* expected .* \"patterns\", \"keys\", \"examples\", \"values\""),
         ({"fc1": "all"}, r"\{'fc1': 'all'\} was given"),

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dualform.errors import QueryError
-from dualform.layers import kinds
+from dualform.layers import Layer, kinds
 from dualform.layers.finding import is_attention
-from dualform.layers.saved import SavedInput
-from dualform.layers.torch_internals import sequence_number
-from dualform.layers.uses import Graph, Product, tensors_in
-from dualform.layers.walk import as_given
+from dualform.layers.torch_internals import saved_input, sequence_number
+from dualform.layers.uses import Graph, Use, tensors_in
 from dualform.memory import LayerMemory
 
 
@@ -30,7 +28,7 @@ class Found(NamedTuple):
 
     place: int
     rows: Tensor
-    use: Product
+    use: Use
     ordered: Callable[[Tensor], Tensor]
     is_whole: bool
     """Whether the product is with all of the layer's rows, not with a part of them."""
@@ -67,13 +65,13 @@ class GraphUses:
         batch = query.shape[0] if module.batch_first and query.dim() == 3 else 0
         given = {t.grad_fn for t in tensors_in([args, kwargs])}
         for use in Graph(tensors_in(output), given.__contains__).uses(self._leaves):
-            if isinstance(use, Product):
-                self._take(use, lambda rows: as_given(batch, rows) if batch else rows)
+            if use.layer is not None:
+                self._take(use, lambda rows: as_given(batch, rows))
 
     def look(self, output: Any) -> None:
         """Find the uses that no attention has shown, in the graph behind the network's output."""
         for use in Graph(tensors_in(output), lambda node: False).uses(self._leaves):
-            if isinstance(use, Product) and use.node not in self._seen:
+            if use.layer is not None and use.node not in self._seen:
                 self._take(use, lambda rows: rows)
         for uses in self._found.values():
             uses.sort(key=lambda found: found.place)
@@ -86,8 +84,10 @@ class GraphUses:
         """The layer whose one product this very tensor is; None if it is none's."""
         node = output.grad_fn if isinstance(output, Tensor) else None
         for name, uses in self._found.items():
-            if len(uses) == 1 and uses[0].is_whole and node in uses[0].use.nodes:
-                return name
+            if len(uses) == 1 and uses[0].is_whole:
+                use = uses[0].use
+                if node in (use.node, use.unfolded, use.end):
+                    return name
         return None
 
     def slopes(self, layer: str, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,27 +137,37 @@ class GraphUses:
             output = output + self._state[layer.bias].detach()[layer.rows_of(layer.bias)]
         return output
 
-    def _take(self, use: Product, ordered: Callable[[Tensor], Tensor]) -> None:
+    def _take(self, use: Use, ordered: Callable[[Tensor], Tensor]) -> None:
         self._seen.add(use.node)
-        layer, is_whole = self._layer(use)
-        saved = SavedInput(use.node, use.saved)
-        if layer is not None and saved.can_be_read:
+        layer, is_whole = self._layer(use.layer)
+        key = saved_input(use.node, use.saved)
+        if layer is not None and key is not None:
             self._asking = True
             try:
-                rows = ordered(kinds.of(layer.kind).keys(saved.read()))
+                given = key if isinstance(key, Tensor) else key()
             finally:
                 self._asking = False
-            self._found[layer.name].append(
-                Found(sequence_number(use.node), rows, use, ordered, is_whole)
-            )
+            rows = ordered(kinds.of(layer.kind).keys(given))
+            place = sequence_number(use.node)
+            self._found[layer.name].append(Found(place, rows, use, ordered, is_whole))
 
-    def _layer(self, use: Product) -> tuple[LayerMemory | None, bool]:
-        """The layer a use is of, and whether it is the very one, not a part (or the reverse)."""
-        parameter, start, stop = use.weight.parameter, use.weight.start, use.weight.stop
-        own = [la for la in self._layers if (la.kind, la.weight) == (use.kind, parameter)]
-        bias = None if use.bias is None else use.bias.parameter
+    def _layer(self, used: Layer | None) -> tuple[LayerMemory | None, bool]:
+        """The recorded layer that is used, and whether it is the very one, not a part (or the
+        reverse)."""
+        if used is None:
+            return None, False
+        own = [la for la in self._layers if (la.kind, la.weight) == (used.kind, used.weight)]
+        here = used.rows_of(used.weight)
         for la in own:
-            if la.bias == bias and (la.offset, la.offset + la.shape[0]) == (start, stop):
+            if la.bias == used.bias and la.rows_of(la.weight) == here:
                 return la, True
-        inside = [la for la in own if la.offset < stop and start < la.offset + la.shape[0]]
-        return next(iter(inside), None), False
+        spans = ((la, la.rows_of(la.weight)) for la in own)
+        inside = (la for la, s in spans if s.start < here.stop and here.start < s.stop)
+        return next(inside, None), False
+
+
+def as_given(batch: int, rows: Tensor) -> Tensor:
+    """Rows [L·B, d] as attention computes them, in the order they were given: [B·L, d]."""
+    if not batch:
+        return rows
+    return rows.reshape(-1, batch, rows.shape[-1]).transpose(0, 1).reshape(rows.shape)
