@@ -145,7 +145,7 @@ class DualForm:
         *bit for bit*: torch's own optimizer, given the patterns' gradients, reaches the very bits
         of every state that was compared; *within rounding*; *not*, and at which step; or *not
         replayable: kept states only*. The last stretch and up to eight more are replayed;
-        `every_step=True` replays all, which takes about half as long as training. With inputs,
+        `every_step=True` replays all, which takes up to as long as training. With inputs,
         outputs by attention are compared with the model's.
 
         Example:
