@@ -2,9 +2,8 @@
 
     snapshots       weights and what the optimizer remembers: at the start, at the end, where
                     something was found, and in between as at most 1/16 of the bytes recorded
-    small values    parameters without patterns of up to 4,096 entries after every update, as long
-                    as this stays within a tenth of the bytes recorded; buffers of that size when
-                    they change, larger ones with snapshots
+    small values    parameters without patterns of up to 4,096 entries, and buffers, after every
+                    update, as long as this stays within a tenth of the bytes recorded
     fingerprints    W v and m v every 64 steps: the worker takes them from copies of the state, and
                     asks of linear rules whether the weights are where the rule puts them
     marks           two numbers per parameter after every update
@@ -245,7 +244,7 @@ class Keeper:
             w = self._watch.parameters[index]
             if w.is_small:
                 self._small_bytes += self.snapshot(step, [w], states=False)
-        for name, value in self._buffers.changes(with_large=False):
+        for name, value in self._buffers.changes(small):
             self._small_bytes += self._put("buffer", name, step, value)
 
     def keep_gradients(self, step: int, watched: Iterable[Watched], scale: float) -> None:
@@ -344,10 +343,7 @@ class Keeper:
 
 
 class Buffers:
-    """The model's buffers (running statistics), as they were when they were last kept.
-
-    Compared by content: torch counts no change in place where BatchNorm writes its statistics.
-    """
+    """The model's buffers (running statistics), as they were when they were last kept."""
 
     def __init__(self, model: nn.Module, findings: Findings) -> None:
         self._model, self._findings = model, findings
@@ -356,14 +352,19 @@ class Buffers:
             for name, _ in model.named_buffers()
         }
         self._last: dict[str, Tensor] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
 
-    def changes(self, *, with_large: bool = True) -> list[tuple[str, Tensor]]:
+    def changes(self, with_large: bool = True) -> list[tuple[str, Tensor]]:
         """Every buffer that differs from when it was last asked for."""
         found = []
         for name, (module, own) in list(self._places.items()):
             buffer = module._buffers.get(own)
+            seen = (id(buffer), -1 if buffer is None else buffer._version)
+            if seen == self._versions.get(name):
+                continue
             if not with_large and buffer is not None and buffer.numel() > SMALL:
                 continue
+            self._versions[name] = seen
             now, last = None if buffer is None else buffer.detach().cpu(), self._last.get(name)
             if last is None and now is not None:
                 same = False
