@@ -106,8 +106,8 @@ class DualForm:
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Every parameter of this view: own dtype, or the one asked for.
 
-        Without masks the very ones training had, bit for bit where machine and number of threads
-        are those of training. Masks and averages are summed up in float64; `dtype=torch.float64`
+        Without masks the very ones training had, bit for bit on a machine like that of training.
+        Masks and averages are summed up in float64; `dtype=torch.float64`
         keeps all of it.
 
         Example:
