@@ -107,8 +107,7 @@ class DualForm:
         """Every parameter of this view: own dtype, or the one asked for.
 
         Without masks the very ones training had, bit for bit on a machine like that of training.
-        Masks and averages are summed up in float64; `dtype=torch.float64`
-        keeps all of it.
+        Masks and averages are summed up in float64; `dtype=torch.float64` keeps all of it.
 
         Example:
             >>> dual.at(0).weights()["fc1.weight"]   # the initial weights # doctest: +SKIP
