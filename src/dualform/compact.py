@@ -53,12 +53,7 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Compaction:
-    """A memory made from another: sizes in bytes, and what was lost, in sentences.
-
-    Example:
-        >>> small = dualform.compact("runs/digits", "runs/small", dtype="float16")  # doctest: +SKIP
-        >>> small.passed, small.bytes_after / small.bytes_before                    # doctest: +SKIP
-    """
+    """A memory made from another: sizes in bytes, and what was lost, in sentences."""
 
     source: Path
     path: Path
@@ -105,7 +100,8 @@ def compact(
     The source stays as it is. Names may hold `*`, `?` and `[…]`.
 
     Example:
-        >>> dualform.compact("runs/digits", "runs/half", dtype="float16")       # doctest: +SKIP
+        >>> small = dualform.compact("runs/digits", "runs/half", dtype="float16")  # doctest: +SKIP
+        >>> small.passed, small.bytes_after / small.bytes_before                   # doctest: +SKIP
 
     Args:
         layers: keep the patterns of these only. Of other layers' parameters, kept states stay.
@@ -136,6 +132,7 @@ def compact(
         writer.release()
     made = Memory.open(path)
     certificate = verify(made, progress=lambda done, total: report(total + done, 2 * total))
+    report(1, 1)
     sizes = memory.bytes_on_disk, made.bytes_on_disk
     return Compaction(memory.path, path, *sizes, tuple(thinning.sentences()), certificate)
 
@@ -162,7 +159,7 @@ class _Thinning:
         """Of keys that recur: which of those stored are in 16 bits."""
         self._wide: dict[str, int] = {}
         self._off: dict[str, Reals] = {}
-        """Squares of what each parameter's sums lost, and of the sums."""
+        """Squares of what each layer's sums lost, and of the sums."""
 
     def manifest(self) -> dict[str, Any]:
         """Change the source's manifest where the new memory is another one."""
@@ -260,7 +257,7 @@ class _Thinning:
             of = [lost_in_use(*own, (x[use], 0 * d[use]), (x[use], d[use])) for use in uses]
             found[parameter] = np.array(off)
             squares = np.square([off, of])[:, :, 1].sum(1)
-            self._off[parameter] = self._off.get(parameter, np.zeros(2)) + squares
+            self._off[layer.name] = self._off.get(layer.name, np.zeros(2)) + squares
         return found
 
     # -- what was lost ---------------------------------------------------------------------------

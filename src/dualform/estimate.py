@@ -237,7 +237,9 @@ class _Plan:
         if part != "keys" or distinct is None:
             return self.times
         numbers, half = distinct.references, len(distinct.references) // STEPS
-        if numbers[half:].max() > numbers[:half].max():  # the second step's are new
+        if numbers[half:].max(initial=-1) > numbers[:half].max(
+            initial=-1
+        ):  # new in the second step
             return self.times
         return min(self.seen / self.sample, self.times * layer.rows / distinct.rows)
 
