@@ -140,7 +140,9 @@ def estimate(
         optimizer = torch.optim.AdamW
         remarks.append("no optimizer was given: AdamW is assumed")
     if examples is None:
-        remarks.append("all inputs are taken to be new; what recurs is stored once (examples=)")
+        remarks.append(
+            "all inputs are taken to be new; if they recur, say how many differ: examples="
+        )
     sample = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
     if not sample:
         raise DualFormError("the inputs hold no tensor with examples along its first dimension")
