@@ -230,10 +230,12 @@ def test_it_prints_and_converts_and_says_whether_it_fits(tmp_path: Path) -> None
         ({"every": 1.5}, "whole number"),
         ({"batch": None}, "neither inputs nor batch"),
         ({"inputs": 3}, "no tensor"),
+        ({"model": mlp().requires_grad_(False)}, "nothing that the model returns can be trained"),
+        ({"model": nn.Linear}, "expected a torch.nn.Module"),
         ({"dtype": "float8"}, "float32, float16, bfloat16"),
         ({"keep": {"nowhere": "keys"}}, "matches no layer"),
     ],
 )
 def test_what_makes_no_sense_is_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(dualform.DualFormError, match=message):
-        dualform.estimate(mlp(), **{"batch": 1, "steps": 1, **choices})
+        dualform.estimate(**{"model": mlp(), "batch": 1, "steps": 1, **choices})

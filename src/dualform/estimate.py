@@ -140,9 +140,7 @@ def estimate(
         optimizer = torch.optim.AdamW
         remarks.append("no optimizer was given: AdamW is assumed")
     if examples is None:
-        remarks.append(
-            "all inputs are taken to be new; if they recur, say how many differ: examples="
-        )
+        remarks.append("inputs are taken to be new; if they recur, say how many differ (examples)")
     sample = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
     if not sample:
         raise DualFormError("the inputs hold no tensor with examples along its first dimension")
@@ -187,7 +185,7 @@ class _Plan(NamedTuple):
     def train(self, model: nn.Module, rules: list[Any], inputs: Any, recording: Any) -> None:
         """Record two steps of a copy."""
         net, own = copy.deepcopy((model, rules))
-        trained = [p for p in net.parameters() if p.requires_grad]
+        trained = [p for p in net.parameters() if p.requires_grad] or list(net.parameters())
         optimizers = [o(trained) if isinstance(o, type) else o for o in own]
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = group.get("lr", 0.0) * 0 + 1e-3  # a schedule's may be 0 at first
