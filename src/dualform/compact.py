@@ -53,7 +53,11 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Compaction:
-    """A memory made from another: sizes in bytes, and what was lost, in sentences."""
+    """A memory made from another: sizes in bytes, and what was lost, in sentences.
+
+    Example:
+        >>> small.passed, small.bytes_after / small.bytes_before, small.lost   # doctest: +SKIP
+    """
 
     source: Path
     path: Path
@@ -101,7 +105,6 @@ def compact(
 
     Example:
         >>> small = dualform.compact("runs/digits", "runs/half", dtype="float16")  # doctest: +SKIP
-        >>> small.passed, small.bytes_after / small.bytes_before                   # doctest: +SKIP
 
     Args:
         layers: keep the patterns of these only. Of other layers' parameters, kept states stay.
@@ -165,10 +168,8 @@ class _Thinning:
         """Change the source's manifest where the new memory is another one."""
         manifest = self._memory.opened.committed.manifest
         values = {"keep": "values", "why": "its patterns or error signals were dropped afterwards"}
-        parameters = [
-            p | values if p["name"] in self._values else p for p in manifest["parameters"]
-        ]
-        return manifest | {"parameters": parameters, "stored": _name(self._stored)}
+        listed = [p | values if p["name"] in self._values else p for p in manifest["parameters"]]
+        return manifest | {"parameters": listed, "stored": _name(self._stored)}
 
     def contents(self) -> Iterator[SegmentContent]:
         """Thin out every segment; join those that are small."""
@@ -275,9 +276,7 @@ class _Thinning:
             off = f": what they sum to is off by at most {share:.1e} of it ({name})" if name else ""
             said.append(f"patterns were put into {stored} afterwards{off}")
         for name, count in self._wide.items():
-            said.append(
-                f"{stored} cannot hold {count} tensors of layer {name}: they are as trained"
-            )
+            said.append(f"{stored} cannot hold {count} tensors of layer {name}: kept as trained")
         return said
 
 
@@ -305,10 +304,7 @@ def _refuse_places(memory: Memory, path: Path, overwrite: bool) -> None:
             "overwrite=True (--overwrite) to delete that memory first"
         )
     if memory.is_being_recorded:
-        raise RecordingError(
-            f"{memory.path} is still being recorded: end the recording first, or copy what is "
-            "committed"
-        )
+        raise RecordingError(f"{memory.path} is still being recorded; end the recording first")
 
 
 def _stored(memory: Memory, dtype: str | None) -> torch.dtype:

@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.filesize import decimal
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import DualFormError
@@ -48,7 +47,11 @@ PARTS = {"keys": "keys", "error_signals": "error signals"}
 
 @dataclass(frozen=True)
 class Estimate:
-    """What recording a run will take: bytes on disk, by layer and by part, and RAM for buffers."""
+    """What recording a run will take: bytes on disk, by layer and by part, and RAM for buffers.
+
+    Example:
+        >>> found.bytes_on_disk, found.parts["keys"], found.by_keep["keys"]   # doctest: +SKIP
+    """
 
     batch: int
     steps: int
@@ -110,9 +113,8 @@ def estimate(
     """Say how many bytes recording this training will take, by recording two steps of a copy.
 
     Example:
-        >>> import dualform
-        >>> from torch import nn
-        >>> found = dualform.estimate(nn.Linear(784, 10), batch=128, steps=3000)
+        >>> import dualform, torch
+        >>> found = dualform.estimate(torch.nn.Linear(784, 10), batch=128, steps=3000)
         >>> found.table["rows"].tolist(), round(found.bytes_on_disk / 1e9, 1)
         ([384000], 1.2)
 
@@ -132,10 +134,7 @@ def estimate(
     for name, value in counts.items():
         if (value is not None or name == "steps") and (type(value) is not int or value < 1):
             raise DualFormError(f"{name}={value!r} was given; expected a whole number from 1 up")
-    remarks = []
-    if inputs is None:
-        inputs, assumed = _assumed(model, batch)
-        remarks.append(assumed)
+    inputs, remarks = _assumed(model, batch) if inputs is None else (inputs, [])
     if optimizer is None:
         optimizer = torch.optim.AdamW
         remarks.append("no optimizer was given: AdamW is assumed")
@@ -149,15 +148,14 @@ def estimate(
     plan = _Plan(batch, steps, recorded, seen, seen / sample, times)
     rules = [optimizer] if isinstance(optimizer, (type, Optimizer)) else list(optimizer)
     asked, found = keep if isinstance(keep, str) else "as asked", dict[str, Estimate]()
-    with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.enter_context(torch.random.fork_rng())
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dualform-")))
+    state = random.getstate()
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="dualform-") as place:
         for word in dict.fromkeys([asked, *WORDS]):
-            chosen = keep if word == asked else word
-            recording = partial(record, path=place / word, keep=chosen, dtype=dtype, audit="warn")
+            run, chosen = Path(place) / word, keep if word == asked else word
+            recording = partial(record, path=run, keep=chosen, dtype=dtype, audit="warn")
             plan.train(model, rules, inputs, recording)
-            found[word] = plan.carried_on(Memory.open(place / word))
+            found[word] = plan.carried_on(Memory.open(run))
+    random.setstate(state)
     own, free = found.pop(asked), None
     by_keep = {word: other.bytes_on_disk for word, other in found.items()}
     if path is not None:
@@ -285,7 +283,7 @@ def _pass(net: nn.Module, inputs: Any) -> Any:
     return loss
 
 
-def _assumed(model: nn.Module, batch: int | None) -> tuple[Tensor, str]:
+def _assumed(model: nn.Module, batch: int | None) -> tuple[Any, list[str]]:
     """Make a batch up from the first layer that has keys; say so."""
     if batch is None:
         raise DualFormError("neither inputs nor batch were given: give a sample batch, or its size")
@@ -296,5 +294,5 @@ def _assumed(model: nn.Module, batch: int | None) -> tuple[Tensor, str]:
             if kind.key_dtype is not None:
                 made = torch.randint(layer.in_features, (batch, 1), device=weight.device)
             said = f"{list(made.shape)} are assumed, from layer {layer.name!r}: one row per example"
-            return made, f"inputs of shape {said}"
+            return made, [f"inputs of shape {said}"]
     raise DualFormError("no layer says what inputs look like. Give a sample batch as inputs")
