@@ -56,8 +56,7 @@ class Compaction:
     """A memory made from another: sizes in bytes, and what was lost, in sentences.
 
     Example:
-        >>> small = dualform.compact("runs/digits", "runs/small", dtype="float16")  # doctest: +SKIP
-        >>> small.passed, small.bytes_after / small.bytes_before                    # doctest: +SKIP
+        >>> small.passed, small.bytes_after / small.bytes_before, small.lost   # doctest: +SKIP
     """
 
     source: Path
@@ -105,7 +104,7 @@ def compact(
     The source stays as it is. Names may hold `*`, `?` and `[…]`.
 
     Example:
-        >>> dualform.compact("runs/digits", "runs/half", dtype="float16")       # doctest: +SKIP
+        >>> small = dualform.compact("runs/digits", "runs/half", dtype="float16")  # doctest: +SKIP
 
     Args:
         layers: keep the patterns of these only. Of other layers' parameters, kept states stay.
@@ -136,6 +135,7 @@ def compact(
         writer.release()
     made = Memory.open(path)
     certificate = verify(made, progress=lambda done, total: report(total + done, 2 * total))
+    report(1, 1)
     sizes = memory.bytes_on_disk, made.bytes_on_disk
     return Compaction(memory.path, path, *sizes, tuple(thinning.sentences()), certificate)
 
@@ -162,16 +162,14 @@ class _Thinning:
         """Of keys that recur: which of those stored are in 16 bits."""
         self._wide: dict[str, int] = {}
         self._off: dict[str, Reals] = {}
-        """Squares of what each parameter's sums lost, and of the sums."""
+        """Squares of what each layer's sums lost, and of the sums."""
 
     def manifest(self) -> dict[str, Any]:
         """Change the source's manifest where the new memory is another one."""
         manifest = self._memory.opened.committed.manifest
         values = {"keep": "values", "why": "its patterns or error signals were dropped afterwards"}
-        parameters = [
-            p | values if p["name"] in self._values else p for p in manifest["parameters"]
-        ]
-        return manifest | {"parameters": parameters, "stored": _name(self._stored)}
+        listed = [p | values if p["name"] in self._values else p for p in manifest["parameters"]]
+        return manifest | {"parameters": listed, "stored": _name(self._stored)}
 
     def contents(self) -> Iterator[SegmentContent]:
         """Thin out every segment; join those that are small."""
@@ -260,7 +258,7 @@ class _Thinning:
             of = [lost_in_use(*own, (x[use], 0 * d[use]), (x[use], d[use])) for use in uses]
             found[parameter] = np.array(off)
             squares = np.square([off, of])[:, :, 1].sum(1)
-            self._off[parameter] = self._off.get(parameter, np.zeros(2)) + squares
+            self._off[layer.name] = self._off.get(layer.name, np.zeros(2)) + squares
         return found
 
     # -- what was lost ---------------------------------------------------------------------------
@@ -278,9 +276,7 @@ class _Thinning:
             off = f": what they sum to is off by at most {share:.1e} of it ({name})" if name else ""
             said.append(f"patterns were put into {stored} afterwards{off}")
         for name, count in self._wide.items():
-            said.append(
-                f"{stored} cannot hold {count} tensors of layer {name}: they are as trained"
-            )
+            said.append(f"{stored} cannot hold {count} tensors of layer {name}: kept as trained")
         return said
 
 
@@ -308,10 +304,7 @@ def _refuse_places(memory: Memory, path: Path, overwrite: bool) -> None:
             "overwrite=True (--overwrite) to delete that memory first"
         )
     if memory.is_being_recorded:
-        raise RecordingError(
-            f"{memory.path} is still being recorded: end the recording first, or copy what is "
-            "committed"
-        )
+        raise RecordingError(f"{memory.path} is still being recorded; end the recording first")
 
 
 def _stored(memory: Memory, dtype: str | None) -> torch.dtype:
