@@ -119,12 +119,11 @@ def perform(experiment: Experiment, run: Run, report: Report) -> dict[str, Any]:
     started, cpu = time.time(), time.process_time()
     phases = experiment.phases(run.steps)
     run.memory.parent.mkdir(parents=True, exist_ok=True)
-    expected = estimate(phases, run.memory)
-    if expected.fits is False:
+    expected, free = estimate(phases), shutil.disk_usage(run.memory.parent).free
+    if expected > free:
         raise OSError(
-            f"{run.name} would take {decimal(expected.bytes_on_disk)}, but only "
-            f"{decimal(expected.free_bytes or 0)} are free at {run.memory.parent}; "
-            "name another directory with --scratch"
+            f"{run.name} would take {decimal(expected)}, but only {decimal(free)} are free at "
+            f"{run.memory.parent}; name another directory with --scratch"
         )
     train(run.memory, PRESETS[run.preset], phases, run.seed, report)
     trained_at = time.time()
@@ -133,7 +132,7 @@ def perform(experiment: Experiment, run: Run, report: Report) -> dict[str, Any]:
         "settings": run.settings,
         "command": run.command,
         "versions": versions(),
-        "bytes": {"estimated": expected.bytes_on_disk, "on disk": memory.bytes_on_disk},
+        "bytes": {"estimated": expected, "on disk": memory.bytes_on_disk},
         "results": experiment.measure(run, report),
         "seconds": {
             "training": round(trained_at - started, 1),
@@ -190,8 +189,8 @@ def perform_all(jobs: Sequence[Job], workers: int, again: bool = False) -> list[
             print(f"{run.name}: finished before, see {run.file}")
     waiting = [(experiment, run) for experiment, run in jobs if finished(run) is None]
     for experiment, run in waiting:
-        expected = estimate(experiment.phases(run.steps), run.memory)
-        print(f"{run.name}: about {decimal(expected.bytes_on_disk)} on disk while it runs")
+        expected = estimate(experiment.phases(run.steps))
+        print(f"{run.name}: about {decimal(expected)} on disk while it runs")
     if waiting:
         _in_processes(waiting, workers)
     done = [finished(run) for _, run in jobs]

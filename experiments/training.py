@@ -123,20 +123,20 @@ def network() -> nn.Sequential:
     )
 
 
-def estimate(phases: Sequence[Phase], path: Path) -> df.Estimate:
+def estimate(phases: Sequence[Phase]) -> int:
     """Bytes on disk of the memory to come; images that come again are stored once."""
     steps, seen = sum(phase.steps for phase in phases), {t.name: t for p in phases for t in p.tasks}
     examples = sum(len(each.labels) for each in seen.values())
     sample = next(iter(seen.values())).images[:BATCH]
-    return df.estimate(
+    found = df.estimate(
         network(),
         sample,
         steps=steps,
         optimizer=torch.optim.SGD,
         dtype=STORED,
         examples=min(examples, BATCH * steps),
-        path=path.parent,
     )
+    return found.bytes_on_disk
 
 
 def batches(tasks: Sequence[Task], seed: list[int]) -> Iterator[tuple[Tensor, ...]]:

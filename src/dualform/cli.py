@@ -163,9 +163,6 @@ main.add_command(questions.contribute)
 @input_option
 @click.option("--examples", type=int, help="Different examples, if they come again as they are.")
 @click.option(
-    "--path", type=click.Path(path_type=Path), help="Where it will go: says whether it fits there."
-)
-@click.option(
     "--keep",
     metavar="[LAYERS=]WORD",
     multiple=True,
@@ -189,7 +186,6 @@ def estimate(
     steps: int,
     input_file: Path | None,
     examples: int | None,
-    path: Path | None,
     keep: tuple[str, ...],
     dtype: str,
     every: int,
@@ -214,7 +210,6 @@ def estimate(
             dtype=dtype,
             every=every,
             examples=examples,
-            path=path,
         )
     if as_json:
         terminal.show_json(found.to_dict())

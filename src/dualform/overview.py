@@ -154,11 +154,14 @@ def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
     moved = record.log.moved
     if not moved.any():
         return "nothing", "no optimizer moved it"
-    if not record.explained[moved].any():
-        return "all of it", known.why or record.cause(int(moved.argmax()))[0]
+    is_explained = bool(record.explained[moved].any())
+    if known.why and not is_explained:
+        return "all of it", known.why
     ways = stretches(memory, known.name, classes())
     reasons = dict.fromkeys(way.broken for way in ways if way.broken)
-    return ("a part of it" if reasons else "nothing"), "; ".join(reasons)
+    if not reasons:
+        return "nothing", ""
+    return ("a part of it" if is_explained else "all of it"), "; ".join(reasons)
 
 
 def _column(memory: df.Memory, name: str) -> dict[str, Any]:

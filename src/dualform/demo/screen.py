@@ -93,7 +93,7 @@ def _(chapter: Certified) -> RenderableType:
         Text(f"{name}: residual {residual:.1e}, bound {chapter.bounds[name]:.1e}")
         for name, residual in chapter.residuals.items()
     ]
-    verdict = Text(
+    said = Text(
         f"{'PASSED' if chapter.passed else 'FAILED'}, {chapter.verdict}",
         style=f"bold {GOOD if chapter.passed else BAD}",
     )
@@ -103,7 +103,7 @@ def _(chapter: Certified) -> RenderableType:
         "every one. Also checked: every step's patterns against what training saw of its gradient. "
         "Residual: largest difference, relative to the largest output."
     )
-    return _section("2  Certify: primal = dual", table, Text(), *outputs, verdict, _note(note))
+    return _section("2  Certify: primal = dual", table, Text(), *outputs, said, _note(note))
 
 
 @draw.register
