@@ -57,7 +57,7 @@ def test_weights_are_those_that_were_kept(
             assert torch.equal(weight, run.history[step][name])
     with pytest.raises(
         df.QueryError,
-        match=r"'fc\d\.\w+' after 13 updates cannot be rebuilt: its layer keeps keys alone.*steps \d+ and",
+        match=r"'fc\d\.\w+' after 13 .* rebuilt: its layer keeps keys alone.*steps \d+ and",
     ):
         run.dual.at(13).weights()
     twin = run.dual.to_model()

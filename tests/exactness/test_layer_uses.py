@@ -1,8 +1,8 @@
 """Every way a layer is used, rebuilt: shapes, sharing, odd loops, neighbours that have no patterns.
 
 Each case is a network and a loop under one demanding learning rule (momentum, dampening, decay,
-clipping by norm, unless the case is about something else). Parameters without patterns (norms,
-embeddings, attention's packed projections) have to be rebuilt as well, from step-level accounts.
+clipping by norm, unless the case is about something else). Norms are kept by examples, and have to
+be rebuilt as well.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
-
-import dualform as df
 
 STEPS = 10
 RULE = {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02}
@@ -271,229 +269,10 @@ def test_the_weights_of_every_step_are_rebuilt(
     run = new_run(seeded(build, dtype), loss_of, dtype)
     train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
     memory = certify(run)
-    kinds = (nn.Linear, nn.Embedding)
+    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.BatchNorm1d)
     known = {n for n, m in run.model.named_modules() if type(m) in kinds}
     assert set(memory.layers) <= {n or "model" for n in known}
     assert memory.layers
-
-
-# Odd ways to go backward --------------------------------------------------------------------------
-
-BACKWARDS: dict[str, Callable[[Any], None]] = {}
-
-
-def backward(name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    def enter(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        BACKWARDS[name] = function
-        return function
-
-    return enter
-
-
-@backward("several backward passes")
-def _(run: Any) -> None:
-    run.loss().backward()
-    (run.loss() * 0.5).backward()
-    (-run.loss() * 0.1).backward()
-
-
-@backward("several backward passes through one graph")
-def _(run: Any) -> None:
-    loss = run.loss()
-    loss.backward(retain_graph=True)
-    (2 * loss).backward(retain_graph=True)
-    loss.square().backward()
-
-
-@backward("two losses of one forward pass, backward one by one")
-def _(run: Any) -> None:
-    outputs = run.model(normal(run.model, run.generator, 6, 4))
-    outputs[:, 0].square().mean().backward(retain_graph=True)
-    outputs[:3].abs().mean().backward()
-
-
-@backward("torch.autograd.backward on two losses at once")
-def _(run: Any) -> None:
-    torch.autograd.backward([run.loss(), run.loss()])
-
-
-@backward("a vector-Jacobian product")
-def _(run: Any) -> None:
-    outputs = run.model(normal(run.model, run.generator, 6, 4))
-    outputs.backward(gradient=torch.full_like(outputs, 0.1))
-
-
-@backward("create_graph")
-def _(run: Any) -> None:
-    run.loss().backward(create_graph=True)
-    for parameter in run.model.parameters():
-        parameter.grad.detach_()
-
-
-@backward("forward passes first, backward passes later and in another order")
-def _(run: Any) -> None:
-    losses = [run.loss() for _ in range(3)]
-    for loss in reversed(losses):
-        loss.backward()
-
-
-@backward("gradients for the weights only")
-def _(run: Any) -> None:
-    weights = [p for p in run.model.parameters() if p.dim() == 2]
-    for _ in range(2):
-        run.loss().backward(inputs=weights)
-
-
-@backward("gradients for the last layer only, now and then for all")
-def _(run: Any) -> None:
-    run.loss().backward(inputs=list(run.model[2].parameters()))
-    if len(run.kept) % 3 == 0:
-        run.loss().backward()
-
-
-@backward("the first micro-batch all zeros")
-def _(run: Any) -> None:
-    """Its keys are zero: the weight's gradient is zeros, the bias's is not."""
-    run.model(run.model[0].weight.new_zeros(5, 4)).sum().backward()
-    run.loss().backward()
-
-
-@backward("the first micro-batch without any error signal")
-def _(run: Any) -> None:
-    (run.loss() * 0.0).backward()
-    run.loss().backward()
-
-
-@backward("no_grad and enable_grad nested")
-def _(run: Any) -> None:
-    with torch.no_grad():
-        run.loss()
-        with torch.enable_grad():
-            loss = run.loss()
-    loss.backward()
-
-
-@backward("a backward pass that breaks half-way and is repeated")
-def _(run: Any) -> None:
-    def give_up(error_signal: Tensor) -> None:
-        raise ZeroDivisionError
-
-    hidden = torch.tanh(run.model[0](normal(run.model, run.generator, 6, 4)))
-    hidden.register_hook(give_up)
-    with contextlib.suppress(ZeroDivisionError):
-        run.model[2](hidden).square().mean().backward()
-    run.model.zero_grad()
-    run.loss().backward()
-
-
-@backward("gradients scaled by a hook on the parameter")
-def _(run: Any) -> None:
-    hooks = [p.register_hook(lambda gradient: 0.3 * gradient) for p in run.model.parameters()]
-    run.loss().backward()
-    for hook in hooks:
-        hook.remove()
-
-
-@both_dtypes
-@pytest.mark.parametrize("name", BACKWARDS)
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_odd_backward_passes_are_rebuilt(
-    name: str, dtype: torch.dtype, new_run: Any, certify: Any
-) -> None:
-    run = new_run(seeded(lambda: mlp(4, 6, 3), dtype), square_loss_on(6, 4), dtype)
-    train(run, SGD(run.model.parameters(), **RULE), lambda: BACKWARDS[name](run))
-    certify(run)
-
-
-# Skipped steps where layers share -----------------------------------------------------------------
-
-
-@both_dtypes
-@pytest.mark.parametrize("bias", [True, False], ids=["own biases", "no biases"])
-def test_a_skipped_step_leaves_nothing_of_a_shared_weight(
-    bias: bool, dtype: torch.dtype, new_run: Any, certify: Any
-) -> None:
-    run = new_run(seeded(lambda: Tied(bias), dtype), square_loss_on(6, 5), dtype)
-    optimizer = SGD(run.model.parameters(), **RULE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with run.recording(optimizer):
-        for batch in range(STEPS):
-            loss = run.loss() * (float("inf") if batch in (0, 4) else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            if batch not in (0, 4):
-                run.keep()
-    memory = certify(run)
-    assert all(len(memory.layer(name)) == 6 * (STEPS - 2) for name in ("one", "two"))
-    assert any("dropped" in remark for remark in memory.remarks)
-
-
-# Lower precision ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clip", [None, 0.5, 0.05], ids="clip {}".format)
-@pytest.mark.parametrize("batch_shape", [(16, 4), (4, 4, 4)], ids=["matrix", "positions"])
-def test_autocast_to_bfloat16_is_rebuilt_to_bfloat16_precision(
-    batch_shape: tuple[int, ...], clip: float | None, new_run: Any, certify: Any
-) -> None:
-    """Weights stay float32, but every gradient is the sum of bfloat16 products: eps = 2⁻⁷."""
-
-    def loss_of(model: nn.Module, generator: torch.Generator) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(normal(model, generator, *batch_shape))
-        return outputs.float().square().mean()
-
-    run = new_run(seeded(lambda: mlp(4, 6, 3), torch.float32), loss_of, torch.float32)
-    train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward(), clip)
-    memory = certify(run)
-    assert all(p.eps == torch.finfo(torch.bfloat16).eps for p in memory.parameters.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_a_network_of_16_bits_is_rebuilt_to_its_own_precision(
-    dtype: torch.dtype, new_run: Any, certify: Any
-) -> None:
-    run = new_run(seeded(lambda: mlp(4, 6, 3), dtype), square_loss_on(6, 4), dtype)
-    train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
-    memory = certify(run)
-    assert memory.layer("0").dtype == dtype
-
-
-# Optimizers that step inside the backward pass ----------------------------------------------------
-
-
-@both_dtypes
-def test_an_optimizer_per_parameter_stepping_inside_the_backward_pass_is_rebuilt(
-    dtype: torch.dtype, new_run: Any, by_hand: Any, off_by: Any
-) -> None:
-    run = new_run(seeded(lambda: mlp(4, 6, 5, 3), dtype), square_loss_on(6, 4), dtype)
-    optimizers = {p: SGD([p], **RULE) for p in run.model.parameters()}
-
-    def step(parameter: Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in run.model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    with run.recording(*optimizers.values()):
-        for _ in range(STEPS):
-            run.loss().backward()
-    memory = df.Memory.open(run.path)
-    for rebuilt in (by_hand(memory, memory.steps), df.DualForm(run.model, memory).weights()):
-        for name, weight in run.weights().items():
-            assert off_by(rebuilt[name], weight) <= (1e-12 if dtype == torch.float64 else 1e-5)
-
-
-def test_a_run_without_a_single_step_is_the_initial_network(new_run: Any) -> None:
-    run = new_run(seeded(lambda: mlp(4, 6, 3), torch.float32), square_loss_on(6, 4), torch.float32)
-    with run.recording(SGD(run.model.parameters(), **RULE)):
-        run.loss().backward()
-    memory = df.Memory.open(run.path)
-    assert (memory.steps, memory.closed, memory.exact) == (0, True, True)
-    for name, weight in df.DualForm(run.model, memory).weights().items():
-        assert torch.equal(weight, run.model.get_parameter(name))
 
 
 # Attention's packed projections -------------------------------------------------------------------
@@ -520,38 +299,18 @@ def test_a_transformer_encoder_is_rebuilt_with_its_attention(
     memory = certify(run)
     assert set(memory.layers) == {
         *(f"encoder.layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)),
+        *(f"encoder.layers.{i}.norm{j}" for i in (0, 1) for j in (1, 2)),
         *(f"encoder.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in ("in", "out")),
         "head",
     }
-    coverage = {name: p.coverage for name, p in memory.parameters.items()}
-    assert coverage["encoder.layers.0.self_attn.in_proj_weight"] == "patterns"
-    assert coverage["encoder.layers.0.self_attn.out_proj.bias"] == "patterns"
-    assert coverage["encoder.layers.0.norm1.weight"] == "steps"
-    assert coverage["encoder.layers.1.linear2.bias"] == "patterns"
+    kept = {name: p.keep for name, p in memory.parameters.items()}
+    assert kept["encoder.layers.0.self_attn.in_proj_weight"] == "patterns"
+    assert kept["encoder.layers.0.self_attn.out_proj.bias"] == "patterns"
+    assert kept["encoder.layers.0.norm1.weight"] == "examples"
+    assert kept["encoder.layers.1.linear2.bias"] == "patterns"
 
 
-# Step-level parameters beyond their budget --------------------------------------------------------
-
-
-@both_dtypes
-def test_beyond_the_budget_the_learned_part_is_exact_where_it_is_kept(
-    dtype: torch.dtype, new_run: Any, by_hand: Any, off_by: Any
-) -> None:
-    build, loss_of = CASES["layer norm beside"]
-    run = new_run(seeded(build, dtype), loss_of, dtype, step_budget=400, snapshot_every=5)
-    train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
-    memory = df.Memory.open(run.path)
-    accumulated = [n for n, p in memory.parameters.items() if p.coverage == "accumulated"]
-    assert accumulated
-    for at in (5, 10):
-        weights = df.DualForm(run.model, memory).at(at).weights(dtype=torch.float64)
-        for name, checkpoint_ in run.kept[at].items():
-            bound = 1e-12 if dtype == torch.float64 else run.float32_bound(name, at, 1.2e-7)
-            assert off_by(weights[name], checkpoint_) <= bound
-    since = max(memory.parameters[name].accumulated_since for name in accumulated)
-    between = next(s for s in range(since + 1, STEPS) if s % 5)
-    with pytest.raises(df.QueryError, match=r"the nearest are \["):
-        df.DualForm(run.model, memory).at(between).weights()
+# Running statistics ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
