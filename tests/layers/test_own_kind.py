@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dualform.certificate.checks import verify
+from dualform.certificate.replay import at
 from dualform.errors import MemoryFileError
 from dualform.layers import Layer, find_layers, kinds, linear, of, register
+from dualform.memory import Memory
+from dualform.recording import record
 
 
 class PixelKind(linear.LinearKind):
@@ -19,10 +24,10 @@ class PixelKind(linear.LinearKind):
     name = "pixels"
 
     def recognises(self, module: nn.Module) -> bool:
-        plain = isinstance(module, nn.Conv2d) and kinds.is_plain(module, nn.Conv2d)
         facts = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
         usual = [(1, 1), (1, 1), (0, 0), (1, 1), 1, "zeros"]
-        return plain and [getattr(module, fact) for fact in facts] == usual
+        is_plain = kinds.is_plain(module, nn.Conv2d)
+        return is_plain and [getattr(module, fact) for fact in facts] == usual
 
     def keys(self, given: Tensor) -> Tensor:
         return given.movedim(1, -1).reshape(-1, given.shape[1])
@@ -36,25 +41,14 @@ class PixelKind(linear.LinearKind):
         return (not given.is_contiguous()) + 2 * (not signal.is_contiguous())  # channels last
 
     def gradient(
-        self,
-        layer: Layer,
-        role: str,
-        keys: Tensor,
-        error_signals: Tensor,
-        shape: tuple[int, ...],
-        layout: int = 0,
+        self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Any, layout: int = 0
     ) -> Tensor:
-        x, signal = (t.view(*shape, -1).movedim(-1, 1) for t in (keys, error_signals))
+        x, signal = (t.view(*shape, -1).movedim(-1, 1) for t in (keys, signals))
         x = x if layout & 1 else x.contiguous()
         signal = signal if layout & 2 else signal.contiguous()
-        plain = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        weight, plain = keys.new_empty(layer.shape), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
         grads = torch.ops.aten.convolution_backward(
-            signal,
-            x,
-            keys.new_empty(layer.shape),
-            [layer.out_features],
-            *plain,
-            [False, True, True],
+            signal, x, weight, [layer.out_features], *plain, [False, True, True]
         )
         return grads[1 if role == "weight" else 2]
 
@@ -139,3 +133,32 @@ def test_a_kind_that_is_not_registered_is_refused_by_name() -> None:
         MemoryFileError, match=r"kind 'fourier' was found; known are embedding, linear.*Register"
     ):
         of("fourier")
+
+
+@pytest.mark.parametrize("keep", ["patterns", "examples"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_it_records_certifies_and_is_rebuilt_at_every_step(
+    tmp_path: Path, keep: str, memory_format: torch.memory_format
+) -> None:
+    model, states = network(torch.float32), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with record(model, optimizer, tmp_path / "run", keep=keep) as recorder:
+        for step in range(12):
+            recorder.tag(example=[5 * step + i for i in range(5)])
+            states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+            x = torch.randn(5, 3, 8, 7).to(memory_format=memory_format)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    states.append(dict(model.named_parameters()))
+    memory = Memory.open(tmp_path / "run")
+    layer = memory.layer("0")
+    assert (layer.kind, layer.rows) == ("pixels", 12 * 5 * (56 if keep == "patterns" else 1))
+    found = verify(memory, model, every_step=True)
+    assert found.passed, repr(found)
+    for name in ("0.weight", "0.bias", "3.weight"):
+        if keep == "patterns":
+            assert found.verdicts[name].verdict == "bit for bit"
+        for step in (0, 1, 7, 12):
+            near = {"rtol": 0, "atol": 0 if keep == "patterns" else 1e-6}
+            torch.testing.assert_close(at(memory, name, step), states[step][name].detach(), **near)

@@ -6,8 +6,8 @@ Outside this room nothing asks which kind a layer is: `kinds.of(layer.kind)` ans
     layer.py      what is known of a layer          kinds.py       the interface of kinds, by name
     linear.py, embedding.py, norm.py                one kind each
     capture.py    modules' hooks                    walk.py        weights used past modules
-    uses.py       such uses in autograd's graph     naming.py      what such layers are called
-    finding.py    which modules are layers          choosing.py    what is kept of each
+    uses.py       such uses in autograd's graph     choosing.py    what is kept of each layer
+    finding.py    which layers a model has, and what those without a module are called
     torch_internals.py                              every private name of torch
 """
 
@@ -21,9 +21,9 @@ from dualform.layers.choosing import Keep as Keep
 from dualform.layers.fast_path import layer_by_layer as layer_by_layer
 from dualform.layers.finding import ROOT_NAME as ROOT_NAME
 from dualform.layers.finding import find_layers as find_layers
+from dualform.layers.finding import possible_names as possible_names
 from dualform.layers.finding import reasons_for_values as reasons_for_values
 from dualform.layers.kinds import Kind as Kind
 from dualform.layers.kinds import of as of
 from dualform.layers.kinds import register as register
 from dualform.layers.layer import Layer as Layer
-from dualform.layers.naming import possible_names as possible_names

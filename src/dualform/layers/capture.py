@@ -6,14 +6,13 @@ then receives the error signal in the backward pass, together with the key it be
 exists only if its gradient really reaches the parameter's `.grad`: `torch.autograd.grad` for a
 saliency map leaves none.
 
-The layer's input is held as it is where autograd refuses to go on if it is changed in place before
-the backward pass. Elsewhere such a change is legal, so the key is copied at the call: where
-autograd saves nothing (a frozen weight), a copy (positions that do not lie in one piece), or what
-hooks on saved tensors make of it (an activation checkpoint, `save_on_cpu`).
+The layer's input is held as it is where autograd refuses to go on if it is changed in place.
+Elsewhere such a change is legal, so the key is copied at the call: where autograd saves nothing (a
+frozen weight), a copy (positions that do not lie in one piece), or what hooks on saved tensors make
+of it (an activation checkpoint, `save_on_cpu`).
 
 Why it is hard: both hooks run for every layer of every step on the training thread, so each line of
 them is paid for; and they must leave nothing behind, not even a key that a kept loss keeps alive.
-Weights used past their modules are found by `walk.py`, which hangs its hooks by `hang`.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ from dualform.layers.uses import UNFOLDED
 from dualform.layers.walk import GraphWalk
 
 OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
-"""Called with layer, keys, error signals, leading shape, context and layout, for every use that the
-running backward pass goes through. Keys and error signals are rows (of a layer kept by examples as
-they were given) and may be part of a graph: use them under `torch.no_grad`."""
-
+"""Called with layer, keys, error signals, leading shape, context and layout. Keys and error signals
+are rows (of a layer kept by examples: as they were given) and may be part of a graph: use them
+under `torch.no_grad`."""
 Returned = Callable[[nn.Module, Any, Any, Any], None]
 """What is to be done when a module returns: given it, its arguments and its output."""
 Held = list[Tensor | Callable[[], Tensor]] | tuple[Tensor]
@@ -58,21 +56,22 @@ class CallSite:
     """The modules that have its weight and its bias, and as what."""
     is_on: bool = True
     weight: Tensor | None = None
+    nature: tuple[torch.dtype, torch.device] | None = None
     nodes: tuple[Node, ...] = ()
-    """The graph's nodes that add to the `.grad` of those of its parameters that are trained."""
+    """What adds to the `.grad` of its trained parameters: another where one was moved or cast."""
 
     def renew(self) -> None:
         """Look up the parameters anew."""
         found = [module._parameters.get(name) for module, name in self.places]
         leaves = [p for p in found if p is not None and p.is_leaf and p.requires_grad]
         self.weight, self.nodes = found[0], tuple(get_gradient_edge(p).node for p in leaves)
+        self.nature = None if found[0] is None else (found[0].dtype, found[0].device)
 
 
 class Capture:
     """Calls `on_use` for every use of a recorded layer that a backward pass goes through.
 
-    `context` is asked at every forward call and its answer handed on with the patterns: what is
-    true of the input when it is fed (its tags) may no longer be when it is differentiated.
+    `context` is asked at every forward call, since tags may change before the backward pass.
     `on_new_layer` is asked whether a layer is wanted that functional code makes of a weight;
     `on_values` hears of parameters that are used in a way without patterns, and why;
     `by_examples` says which layers are handed on as they were given.
@@ -130,11 +129,8 @@ class Capture:
             self.layers[layer] = None
 
     def make_values(self, parameter: str, reason: str) -> None:
-        """A parameter is used in a way without patterns: say so, once, and forget its layers.
-
-        Their biases then have none either, but for those that other layers have. A bias that is
-        itself used so leaves its layer alone: the weight's patterns are complete.
-        """
+        """A parameter is used in a way without patterns: say so, once, and forget its layers and
+        their biases. A bias that is itself used so leaves its layer: the weight's are complete."""
         if parameter in self.are_values:
             return
         self.are_values.add(parameter)
@@ -156,12 +152,12 @@ class Capture:
         shape: tuple[int, ...] | None,
         batch: int,
     ) -> None:
-        """Report a use past its module once a pass goes through the node: its output has a shape
-        of its own, or is that of an attention that was given so many examples, batch first."""
+        """Report a use past its module once a pass goes through the node. `shape`: of its output,
+        if that was unfolded; `batch`: examples of an attention that was given the batch first."""
         if self._handle is not None and layer in self.layers:
             site = self._sites.get(layer) or self._site(layer, None)
             site.renew()
-            hook = partial(self._backward, site, [key], self.context(), shape, batch)
+            hook = partial(self._backward, site, site.nodes, [key], self.context(), shape, batch)
             node.register_prehook(hook)
 
     def _site(self, layer: Layer, module: nn.Module | None) -> CallSite:
@@ -172,6 +168,16 @@ class Capture:
         site = CallSite(layer, kinds.of(layer.kind), self.by_examples(layer), places)
         self._sites[layer] = site
         return site
+
+    def _is_trained(self, site: CallSite) -> bool:
+        """Whether parameters that are not those of before, or were frozen, are trained now."""
+        if torch_internals.functorch_level() is not None:
+            return False
+        site.renew()
+        if site.weight is None or not site.weight.is_leaf:
+            self.make_values(site.layer.weight, finding.REPLACED)
+            return False
+        return bool(site.nodes)
 
     # -- the hot path ---------------------------------------------------------------
 
@@ -187,8 +193,10 @@ class Capture:
         made_by = getattr(output, "grad_fn", None)
         if made_by is None:
             return
-        weight = module._parameters.get("weight")
-        if (weight is not site.weight or not site.nodes) and not self._is_trained(site):
+        weight: Any = module._parameters.get("weight")
+        is_same = weight is not None and weight is site.weight
+        is_same = is_same and site.nature == (weight.dtype, weight.device)
+        if not (is_same and site.nodes) and not self._is_trained(site):
             return
         if running_pass() != -1:  # a checkpoint computes its part once more
             if hooks_on_saving(True) is None:
@@ -197,7 +205,7 @@ class Capture:
         if (reason := site.kind.refuses(module)) is not None:
             made_by.register_prehook(partial(self._refused, site, reason))
             return
-        is_trained = weight.requires_grad  # type: ignore[union-attr]
+        is_trained = weight.requires_grad
         key = args[0] if args else next(iter(kwargs.values()))
         dtype = output.dtype if site.kind.key_dtype is None else key.dtype  # as the kernel rounds
         is_guarded = is_trained and hooks_on_saving(True) is None
@@ -212,7 +220,8 @@ class Capture:
             self._walk.mark(made_by)
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
         held: Held = [key] if is_trained else (key,)
-        made_by.register_prehook(partial(self._backward, site, held, self.context(), shape, 0))
+        hook = partial(self._backward, site, site.nodes, held, self.context(), shape, 0)
+        made_by.register_prehook(hook)
 
     def _refused(self, site: CallSite, reason: str, signals: Any) -> None:
         """A pass goes through a call that has no patterns; evaluating alone does no harm."""
@@ -222,6 +231,7 @@ class Capture:
     def _backward(
         self,
         site: CallSite,
+        nodes: tuple[Node, ...],
         held: Held,
         context: Any,
         shape: tuple[int, ...] | None,
@@ -232,7 +242,7 @@ class Capture:
         signal = signals[0]
         if signal is None or not site.is_on or not held:
             return
-        if not any(map(will_run, site.nodes)) and not self._was_moved(site):
+        if not any(map(will_run, nodes)):
             return
         key = held[0] if isinstance(held[0], Tensor) else held[0]()
         if type(held) is list and not keeps_graph():
@@ -253,22 +263,3 @@ class Capture:
             self.on_use(site.layer, key, signal, site.kind.leading(key), context, layout)
         else:
             self.on_use(site.layer, *site.kind.rows(site.layer, key, signal), context, layout)
-
-    # -- what is rare ---------------------------------------------------------------
-
-    def _is_trained(self, site: CallSite) -> bool:
-        """Whether parameters that are not those of before, or were frozen, are trained now."""
-        if torch_internals.functorch_level() is not None:
-            return False
-        site.renew()
-        if site.weight is None or not site.weight.is_leaf:
-            self.make_values(site.layer.weight, finding.REPLACED)
-            return False
-        return bool(site.nodes)
-
-    def _was_moved(self, site: CallSite) -> bool:
-        """Whether the pass adds to parameters that were moved since to another device or type, and
-        have other nodes."""
-        before = site.nodes
-        site.renew()
-        return site.nodes != before and any(map(will_run, site.nodes))

@@ -12,16 +12,17 @@ token occurs, `sparse` gives no gradient that could be compared.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dualform.layers.kinds import Kind, NameOf, Shape, is_plain, register
-from dualform.layers.layer import Layer
+from dualform.layers.kinds import Kind, Shape, is_plain, register
+from dualform.layers.layer import Fact, Layer
 
 PADDING = "padding"
-"""The detail that names the token that writes nothing."""
+"""The detail that names the token that writes nothing; -1: there is none."""
 
 
 class EmbeddingKind(Kind):
@@ -40,10 +41,13 @@ class EmbeddingKind(Kind):
             and not (module.scale_grad_by_freq or module.sparse)
         )
 
-    def layer(self, module: nn.Module, name: str, name_of: NameOf) -> Layer:
-        assert isinstance(module, nn.Embedding)
-        tokens, width = module.weight.shape
-        return look_up(name, name_of(module.weight), (tokens, width), module.padding_idx)
+    def layer(self, module: nn.Module, name: str, weight: str, bias: str | None) -> Layer:
+        found = super().layer(module, name, weight, bias)
+        return replace(found, in_features=found.shape[0], out_features=found.shape[1])
+
+    def facts(self, module: nn.Module) -> dict[str, Fact]:
+        padding = vars(module)["padding_idx"]
+        return {PADDING: -1 if padding is None else padding}
 
     def key_width(self, layer: Layer) -> int:
         return 1
@@ -55,8 +59,8 @@ class EmbeddingKind(Kind):
         return tuple(given.shape)
 
     def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> tuple[Tensor, Tensor, Shape]:
-        padding = layer.detail(PADDING)
-        if padding is not None:
+        padding = layer.detail(PADDING, -1)
+        if padding >= 0:
             signal = signal.masked_fill((given == padding).unsqueeze(-1), 0.0)
         return super().rows(layer, given, signal)
 
@@ -78,12 +82,8 @@ class EmbeddingKind(Kind):
         self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
     ) -> Tensor:
         """torch's own backward: it adds up the rows of a token in the order of the tokens given.
-
-        Beside a head with the same weight (tied): the head's product comes first, for the backward
-        pass reaches it first, and this is added to it; never scattered into it.
-        """
-        padding = layer.detail(PADDING)
-        facts = layer.in_features, -1 if padding is None else padding, False
+        Tied to a head, it is added to the head's product, never scattered into it."""
+        facts = layer.in_features, layer.detail(PADDING, -1), False
         found: Tensor = torch.ops.aten.embedding_dense_backward(signals, keys[:, 0], *facts)
         return found
 
@@ -92,22 +92,12 @@ class EmbeddingKind(Kind):
         return self.write(terms.new_zeros(layer.in_features), keys, terms)
 
     def gross(self, keys: Tensor, signals: Tensor) -> float:
-        if not len(keys):
-            return 0.0
-        longest = float(torch.bincount(keys[:, 0].long()).max())  # the longest sum of one row
+        longest = float(torch.bincount(keys[:, 0].long(), minlength=1).max())  # sum of one row
         return float(torch.linalg.vector_norm(signals)) * math.sqrt(longest / signals.shape[1])
 
     def sizes(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
         terms = torch.mv(signals, v).square()
         return self.write(terms.new_zeros(layer.in_features), keys, terms).sqrt()
-
-
-def look_up(
-    name: str, weight: str, shape: tuple[int, int], padding: int | None, offset: int = 0
-) -> Layer:
-    """The layer of a look-up in some rows of a weight."""
-    details = () if padding is None else ((PADDING, padding),)
-    return Layer(name, "embedding", weight, None, *shape, shape, offset, 0, details)
 
 
 EMBEDDING = register(EmbeddingKind())

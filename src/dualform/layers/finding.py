@@ -3,15 +3,26 @@
 Patterns are seen where a weight meets its input. A fused recurrent kernel, a compiled function or a
 parametrization hides that meeting, and of many modules it is not known. Nothing is refused for it:
 such parameters are values, kept as snapshots, and the reason follows their name in a remark.
+
+What code past all modules does with a weight makes a layer as well, and it is called here:
+
+| use | name |
+|---|---|
+| attention's packed projection, whole or by thirds | `attn.in_proj`, `attn.in_proj_q`, ... |
+| its projections apart (`kdim`, `vdim`) | `attn.q_proj`, ... |
+| a whole parameter, some rows of it | `fc.weight`, `packed[0:3]` |
+| a look-up | the same with `[tokens]` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import count
 from typing import TypeGuard
 
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from dualform.layers.kinds import recognised
 from dualform.layers.layer import Layer
@@ -20,13 +31,19 @@ from dualform.layers.torch_internals import is_compiled
 ROOT_NAME = "model"
 """What a layer is called when the whole model is that one layer."""
 
-NODES = {
-    "EmbeddingBackward0": "is looked up as an embedding, sparse or scaled by frequency",
-    "EmbeddingBagBackward0": "is looked up by an embedding bag",
-    "CompiledFunctionBackward": "is used inside a compiled function",
-    "BmmBackward0": "is multiplied by torch.einsum, bmm or a product of more than two dimensions",
+PACKED: dict[tuple[float, float], str] = {
+    (0, 3): "in_proj",
+    (0, 1): "in_proj_q",
+    (1, 3): "in_proj_kv",
+    (1, 2): "in_proj_k",
+    (2, 3): "in_proj_v",
 }
-"""What some nodes of the graph mean, in words."""
+"""What the thirds of an attention's packed projection are called."""
+
+NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
+"""Modules whose matrices are not multiplied with an input that could be read from the graph."""
+
+OTHER_USE = "is used by torch's {}, which has no patterns"
 IN_CHECKPOINT = "is used inside an activation checkpoint whose inputs cannot be read"
 REENTRANT = (
     "is used inside a backward pass, as a reentrant activation checkpoint does; with "
@@ -36,16 +53,10 @@ NOT_STRIDED = "is given a sparse or nested input, whose rows are not patterns"
 REPLACED = "is computed from other tensors (functional_call, a parametrization) when it is used"
 
 
-def reason_of(node: str) -> str:
-    """Say how a parameter is used, given the name of the node that uses it."""
-    return NODES.get(node, f"is used by {node}, which has no patterns")
-
-
 def find_layers(model: nn.Module) -> dict[Layer, nn.Module]:
     """Every layer of the model that is of a known kind with its module, in the model's own order.
 
-    A module reachable under several names counts once, under its first name; a parameter shared by
-    several modules keeps the name it has in `model.named_parameters()`. What is inside a compiled
+    A module or parameter of several names counts once, under its first. What is inside a compiled
     module is left out: its calls are not seen.
     """
     names, hidden = {id(p): name for name, p in model.named_parameters()}, _compiled(model)
@@ -53,15 +64,15 @@ def find_layers(model: nn.Module) -> dict[Layer, nn.Module]:
     for name, module in model.named_modules():
         kind = None if module in hidden else recognised(module)
         if kind is not None:
-            found[kind.layer(module, name or ROOT_NAME, lambda p: names[id(p)])] = module
+            own = (module._parameters.get(role) for role in ("weight", "bias"))
+            weight, bias = (None if p is None else names[id(p)] for p in own)
+            found[kind.layer(module, name or ROOT_NAME, weight or "", bias)] = module
     return found
 
 
 def reasons_for_values(model: nn.Module, layers: Collection[Layer]) -> dict[str, str]:
-    """Why each parameter in no layer is kept as values, in words that follow its name.
-
-    Of some it may turn out that functional code multiplies with them: then they get a layer.
-    """
+    """Why each parameter in no layer is kept as values (unless functional code turns out to
+    multiply with it), in words that follow its name."""
     covered = {name for layer in layers for name in layer.parameters}
     names, hidden = {id(p): name for name, p in model.named_parameters()}, _compiled(model)
     found: dict[str, str] = {}
@@ -71,9 +82,7 @@ def reasons_for_values(model: nn.Module, layers: Collection[Layer]) -> dict[str,
             why = f"is inside {where}, which is compiled: record the module as it was before"
         elif isinstance(module, nn.RNNBase):
             why = f"is in {where}, whose kernel hides what its weights are multiplied with"
-        elif parametrize.is_parametrized(module) or isinstance(
-            module, parametrize.ParametrizationList
-        ):
+        elif is_parametrized(module) or isinstance(module, ParametrizationList):
             why = f"is parametrized in {where}: what is trained is not what meets the input"
         else:
             why = f"belongs to {where}, which no kind of layer describes"
@@ -81,6 +90,49 @@ def reasons_for_values(model: nn.Module, layers: Collection[Layer]) -> dict[str,
             if names[id(parameter)] not in covered:
                 found.setdefault(names[id(parameter)], why)
     return found
+
+
+def named(layer: Layer, model: nn.Module, taken: Collection[str]) -> Layer:
+    """A layer that functional code has made, with a name that no other has."""
+    name = _name(model, layer) + "[tokens]" * (layer.kind == "embedding")
+    longer = f" + {layer.bias}[{layer.bias_offset}]" if layer.bias else ".weight"
+    names = (f"{name}{longer * (n > 0)}{f' ({n})' * (n > 1)}" for n in count())
+    return replace(layer, name=next(name for name in names if name not in taken))
+
+
+def possible_names(model: nn.Module) -> list[str]:
+    """What layers without a module may come to be called, as far as it can be foreseen."""
+    found = []
+    for place, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            packed = module.in_proj_weight is not None
+            own = PACKED.values() if packed else ("q_proj", "k_proj", "v_proj")
+            found += [f"{place}.{name}".lstrip(".") for name in own]
+    bare = parameters_outside(model, *NOT_READ, nn.Linear, nn.MultiheadAttention)
+    return found + [name for name, p in bare if p.dim() == 2]
+
+
+def parameters_outside(
+    model: nn.Module, *modules: type[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that have a shape and are not in modules of some classes."""
+    inside = {id(p) for m in model.modules() if isinstance(m, modules) for p in m.parameters()}
+    for name, p in model.named_parameters():
+        if id(p) not in inside and not isinstance(p, nn.parameter.UninitializedParameter):
+            yield name, p
+
+
+def _name(model: nn.Module, layer: Layer) -> str:
+    """What to call (some rows of) a parameter."""
+    place, _, own = layer.weight.rpartition(".")
+    height, start = model.get_parameter(layer.weight).shape[0], layer.offset
+    prefix, stop = f"{place}.".lstrip("."), start + layer.shape[0]
+    if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
+        thirds = 3 * start / height, 3 * stop / height
+        third = PACKED.get(thirds) if own == "in_proj_weight" else own.removesuffix("_weight")
+        if third is not None:
+            return prefix + third
+    return layer.weight + f"[{start}:{stop}]" * ((start, stop) != (0, height))
 
 
 def is_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:

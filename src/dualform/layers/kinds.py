@@ -1,16 +1,8 @@
 """The kinds of layers: the one interface by which everything outside asks what a layer means.
 
 A pattern has a key x and an error signal δ, and what it wrote into the weight is an outer product.
-Which way round, whether the key is written out, and what a module's input has to do with keys at
-all, is the kind's own business: one file per kind, known by name in a registry. Nothing outside
-this room compares a kind's name.
-
-| kind | output | weight | a pattern wrote |
-|---|---|---|---|
-| `linear` | W x | [d_out, d_in] | δ xᵀ |
-| `transposed` | x W | [d_in, d_out] | x δᵀ |
-| `embedding` | W[token] | [tokens, d_out] | δ into the token's row |
-| norms | W ⊙ x̂ + b | [d] | by example: Σ δ ⊙ x̂ over its rows |
+Which way round, and what a module's input has to do with keys at all, is the kind's own business:
+one file per kind, known by name in a registry. Nothing outside this room compares a kind's name.
 
 Why it is hard: `gradient` has to give the very bits of torch's backward pass, so it must be torch's
 own operation on the same numbers in the same order, which no formula tells.
@@ -19,7 +11,6 @@ own operation on the same numbers in the same order, which no formula tells.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from math import prod
 from typing import ClassVar
 
@@ -30,16 +21,14 @@ from dualform.errors import MemoryFileError, QueryError
 from dualform.layers.layer import Fact, Layer
 from dualform.layers.torch_internals import is_compiled
 
-NameOf = Callable[[Tensor], str]
-"""What a parameter is called in its model."""
 Shape = tuple[int, ...]
 
 
 class Kind(ABC):
     """What a kind of layer does with its input, its patterns and its weight.
 
-    `keys` and `signals` are rows, [n, key width] and error signals [n, d_out]; `v` is a direction
-    of the weight's rows, seen as a matrix: [shape[1] · shape[2] · …].
+    `keys` and `signals` are rows, [n, key width] and [n, d_out]; `v` is a direction of the weight's
+    rows, seen as a matrix: [shape[1] · shape[2] · …].
     """
 
     name: ClassVar[str]
@@ -56,9 +45,15 @@ class Kind(ABC):
     def recognises(self, module: nn.Module) -> bool:
         """Whether a module is a layer of this kind, and does nothing else with its input."""
 
-    def layer(self, module: nn.Module, name: str, name_of: NameOf) -> Layer:
-        """Describe a module that is recognised."""
-        return described(module, self.name, name, name_of)
+    def layer(self, module: nn.Module, name: str, weight: str, bias: str | None) -> Layer:
+        """Describe a module that is recognised, given what it and its parameters are called."""
+        shape, facts = tuple(module.weight.shape), tuple(self.facts(module).items())  # type: ignore[arg-type]
+        widths = prod(shape[1:]), shape[0]
+        return Layer(name, self.name, weight, bias, *widths, shape, details=facts)
+
+    def facts(self, module: nn.Module) -> dict[str, Fact]:
+        """What the kind has to know of a module besides."""
+        return {}
 
     def refuses(self, module: nn.Module) -> str | None:
         """Say why a call of the module has no patterns, as it is set now; None: it has."""
@@ -97,8 +92,7 @@ class Kind(ABC):
         return True
 
     def layout(self, given: Tensor, signal: Tensor) -> int:
-        """How what is not row by row lies in memory, as far as `gradient` needs it; 0: no matter.
-        Only asked where one of the two is not contiguous."""
+        """How what is not contiguous lies in memory, if `gradient` needs that; 0: no matter."""
         return 0
 
     # -- patterns and the weight ----------------------------------------------------------------
@@ -121,10 +115,9 @@ class Kind(ABC):
     ) -> Tensor:
         """The gradient of one use as torch computes it, to the bit, in the dtype of the rows.
 
-        `shape` is the use's leading shape, `layout` what the capture said of its memory. Uses of
-        one weight in one pass: torch adds them one to the other in the order in which the pass goes
-        through them (the last used first), in the dtype of the product where they share a cast
-        (one autocast region), and adds the sum, once, to what `.grad` holds.
+        Uses of one weight in one pass: torch adds them one to the other in the order in which the
+        pass goes through them (the last used first), in the dtype of the product where they share a
+        cast (one autocast region), and adds the sum, once, to what `.grad` holds.
         """
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
@@ -140,8 +133,7 @@ class Kind(ABC):
         raise self._has_no_keys()
 
     def examples(self, layer: Layer, given: Tensor, signal: Tensor) -> dict[str, Tensor]:
-        """What each example wrote, by role: [B, *shape]; "keys", if there are any: [B, width].
-        From the input as given, and its error signal."""
+        """What each example wrote, by role: [B, *shape]; "keys", if there are any: [B, width]."""
         raise self._has_no_keys("rows by example")
 
     def _has_no_keys(self, what: str = "keys") -> QueryError:
@@ -152,10 +144,8 @@ class Kind(ABC):
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module computes what its class of torch computes, with a weight that is trained.
-
-    Not: a forward of its own, a parametrized weight, one without a shape yet, a compiled call.
-    """
+    """Whether a module computes what its class of torch computes: no forward of its own, no
+    parametrized weight, none without a shape yet, no compiled call."""
     weight = module._parameters.get("weight")
     return (
         isinstance(module, kind)
@@ -166,15 +156,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         & {"forward", "bias"}  # replaced on this very module, by pruning
         and not is_compiled(module)
     )
-
-
-def described(module: nn.Module, kind: str, name: str, name_of: NameOf, **details: Fact) -> Layer:
-    """The layer of a module with a weight [d_out, ...] and at most a bias, as most are."""
-    weight, bias = (module._parameters.get(role) for role in ("weight", "bias"))
-    assert weight is not None
-    names = name_of(weight), None if bias is None else name_of(bias)
-    shape, facts = tuple(weight.shape), tuple(details.items())
-    return Layer(name, kind, *names, prod(shape[1:]), shape[0], shape, details=facts)
 
 
 _kinds: dict[str, Kind] = {}

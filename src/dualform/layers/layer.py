@@ -1,8 +1,8 @@
 """A recorded layer, as everything outside this room knows it: names and sizes, no module.
 
-It is what a memory's file says of a layer, so it is made of plain values, which may not be trusted
-when they are read back. Its weight is rows `offset` to `offset + shape[0]` of a parameter, its bias
-the entries from `bias_offset` on: a packed projection is several layers in one parameter.
+It is what a memory's file says of a layer: plain values, not to be trusted when read back. Its
+weight is rows `offset` to `offset + shape[0]` of a parameter, its bias the entries from
+`bias_offset` on: a packed projection is several layers in one parameter.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Layer:
             return slice(self.bias_offset, self.bias_offset + self.out_features)
         raise KeyError(f"layer {self.name!r} has no parameter {parameter!r}")
 
-    def detail(self, name: str) -> Any:
-        """A fact that its kind keeps of it, by name; None if there is none."""
-        return dict(self.details).get(name)
+    def detail(self, name: str, default: Fact = None) -> Any:
+        """A fact that its kind keeps of it, by name."""
+        return dict(self.details).get(name, default)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a file."""

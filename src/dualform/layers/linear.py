@@ -3,10 +3,9 @@
 An input of shape [B, d] gives B patterns, [B, L, d] gives B·L in row-major order, and so on. With
 the weight [d_out, d_in] the kind is `linear`; the other way round (x @ W, as GPT-2's) `transposed`.
 
-Why it is hard: a sum's last bits depend on the order of its terms, and torch adds in the order of
-memory. Row by row, δᵀ x and Σ δ have torch's bits; a bias whose error signal comes transposed or is
-one number repeated, a product with an input that is stored column by column, have others. Such uses
-are rare; they say how they lay, and their gradients are computed from rows that lie so again.
+Why it is hard: torch adds in the order of memory. Row by row, δᵀ x and Σ δ have its bits; a bias
+whose error signal comes transposed or is one number repeated, a product with an input stored column
+by column, have others. Such uses say how they lay; gradients come from rows that lie so again.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class LinearKind(Kind):
     def gradient(
         self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
     ) -> Tensor:
-        """δᵀ x, and Σ δ over all leading dimensions at once.
-
-        Uses in one pass: the last in the forward pass is the first term.
-        """
+        """δᵀ x, and Σ δ over all leading dimensions at once."""
         key = restored(keys, shape, layout % EXCHANGED // _BASE)
         signal = restored(signals, shape, layout % _BASE)
         if layout >= EXCHANGED:
@@ -91,8 +87,7 @@ class LinearKind(Kind):
 
 
 class TransposedKind(LinearKind):
-    """x W: a weight [d_in, d_out]: keys and error signals change places. No module of torch's is
-    one; functional code and GPT-2 are."""
+    """x W: a weight [d_in, d_out]. No module of torch's is one; functional code and GPT-2 are."""
 
     name: ClassVar[str] = "transposed"
 

@@ -4,10 +4,9 @@ A norm's gain multiplies the normalised input x̂ entry by entry, so a pattern i
 gain itself, and rows are kept per example. x̂ is computed anew from the input, by torch's own norm
 without gain and bias. There is no attention in such a layer, only contributions.
 
-Why it is hard: the rows' sum is not the gradient to the bit (torch adds all rows in one chain), and
-BatchNorm's statistics depend on all examples: they are treated as given, which is exact as an
-account, not what the image alone did. In evaluation mode it normalises with statistics of its own
-past: such calls have no rows by example.
+Why it is hard: the rows' sum is not the gradient to the bit (torch adds all rows in one chain).
+BatchNorm's statistics depend on all examples: they are treated as given. In evaluation mode they
+are those of its past: such calls have no rows by example.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dualform.layers.kinds import Kind, NameOf, Shape, described, is_plain, register
-from dualform.layers.layer import Layer
+from dualform.layers.kinds import Kind, Shape, is_plain, register
+from dualform.layers.layer import Fact, Layer
 
 MOST_ENTRIES = 1 << 12
 """Up to this many entries keep="auto" keeps rows by example: one costs as much as the gain."""
-FACTS = ("eps", "num_groups")
-"""What is kept of a module, to normalise its input again."""
 
 
 class NormKind(Kind):
@@ -40,9 +37,8 @@ class NormKind(Kind):
     def recognises(self, module: nn.Module) -> bool:
         return any(is_plain(module, kind) for kind in self.modules)
 
-    def layer(self, module: nn.Module, name: str, name_of: NameOf) -> Layer:
-        facts = {fact: value for fact, value in vars(module).items() if fact in FACTS}
-        return described(module, self.name, name, name_of, **facts)
+    def facts(self, module: nn.Module) -> dict[str, Fact]:
+        return {fact: vars(module)[fact] for fact in ("eps", "num_groups") if fact in vars(module)}
 
     def refuses(self, module: nn.Module) -> str | None:
         if module.training or not hasattr(module, "running_mean"):
@@ -94,22 +90,6 @@ class NormKind(Kind):
             output = self.norm(layer, keys.detach(), gain, bias)
             wanted = gain if role == "weight" else bias
             return torch.autograd.grad(output, wanted, signals)[0]
-
-
-def _layer_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.layer_norm(x, layer.shape, gain, bias, layer.detail("eps"))
-
-
-def _rms_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.rms_norm(x, layer.shape, gain, layer.detail("eps"))
-
-
-def _group_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.group_norm(x, layer.detail("num_groups"), gain, bias, layer.detail("eps"))
-
-
-def _batch_norm(layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.batch_norm(x, None, None, gain, bias, True, 0.0, layer.detail("eps"))
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

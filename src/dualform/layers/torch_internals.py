@@ -22,34 +22,30 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 
-def _of(owner: object, name: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function of that name (`a.b` for one in a module of its own), or the fallback."""
-    found: Any = owner
+def _of(name: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of that name in torch's C++ part, or the fallback."""
+    found: Any = torch._C
     for part in name.split("."):
         found = getattr(found, part, None)
     return found if callable(found) else fallback
 
 
-running_pass: Callable[[], int] = _of(torch._C, "_current_graph_task_id", lambda: -1)
+running_pass: Callable[[], int] = _of("_current_graph_task_id", lambda: -1)
 """torch's number of the backward pass running in this thread; -1: none is (or it cannot say)."""
 
-keeps_graph: Callable[[], bool] = _of(
-    torch._C, "_autograd._get_current_graph_task_keep_graph", lambda: True
-)
+keeps_graph: Callable[[], bool] = _of("_autograd._get_current_graph_task_keep_graph", lambda: True)
 """Whether the running pass leaves its graph to be gone through again. Unknown: it may."""
 
 hooks_on_saving: Callable[[bool], Any] = _of(
-    torch._C, "_autograd._top_saved_tensors_default_hooks", lambda ignored: ()
+    "_autograd._top_saved_tensors_default_hooks", lambda ignored: ()
 )
 """The hooks that what autograd saves goes through now (a checkpoint's, `save_on_cpu`'s); None:
 it is saved as it is. Unknown (before torch 2.8): there may be some, so inputs are copied."""
 
-functorch_level: Callable[[], int | None] = _of(
-    torch._C, "_functorch.maybe_current_level", lambda: None
-)
+functorch_level: Callable[[], int | None] = _of("_functorch.maybe_current_level", lambda: None)
 """How many `torch.func` transforms are under way; None: none is."""
 
-_will_execute = _of(torch._C, "_will_engine_execute_node", lambda node: True)
+_will_execute = _of("_will_engine_execute_node", lambda node: True)
 
 
 def will_run(node: Node) -> bool:
@@ -67,10 +63,9 @@ def will_run(node: Node) -> bool:
 def at_end_of_pass(callback: Callable[[], None]) -> bool:
     """Have a function called when the running backward pass ends; False if torch has no way."""
     queue = getattr(getattr(Variable, "_execution_engine", None), "queue_callback", None)
-    if queue is None:
-        return False
-    queue(callback)
-    return True
+    if queue is not None:
+        queue(callback)
+    return queue is not None
 
 
 def version_of(tensor: Tensor) -> int:
@@ -117,8 +112,7 @@ def saved_input(node: Node, name: str) -> Tensor | Callable[[], Tensor] | None:
 def _brought(bring: Callable[[Any], Tensor], promise: Any) -> Tensor:
     """Have a promise kept. A checkpoint gives each tensor out once in a backward pass and forgets
     it; the node will want it as well, so while it is asked here it is kept from forgetting."""
-    lends = isinstance(getattr(promise, "handles", None), dict)
-    if not lends or running_pass() == -1:  # then all of it is for us alone
+    if running_pass() == -1 or not isinstance(getattr(promise, "handles", None), dict):
         return bring(promise).detach()
     promise.handles = _Lasting(promise.handles)
     try:

@@ -1,9 +1,8 @@
 """Weights at work in an autograd graph: every product of a parameter with an input, found.
 
-A module's hook sees only calls of that module. `nn.MultiheadAttention` multiplies with slices of
-one packed parameter, and functional code with any weight it can reach; but whatever wrote it, each
-product leaves a node in the graph, with the input saved in it and the parameter at the end of a
-few views: transposed, split, sliced, cast. Reading the graph changes nothing.
+`nn.MultiheadAttention` multiplies with slices of one packed parameter, and functional code with any
+weight it can reach; but whatever wrote it, each product leaves a node in the graph, with the input
+saved in it and the parameter at the end of a few views: transposed, split, sliced, cast.
 
 Why it is hard: the same product leaves different traces (a bias inside the product's node or
 added afterwards, positions flattened before it and unfolded after it), and a product must never be
@@ -20,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from dualform.layers.embedding import look_up
+from dualform.layers.embedding import PADDING
 from dualform.layers.layer import Layer
 from dualform.layers.torch_internals import fact_of, shape_of_output
 
@@ -49,6 +48,8 @@ PRODUCTS = {
     ("EmbeddingBackward0", 0): "indices",
 }
 """Nodes that multiply with a weight as which of their inputs, and what they call the key."""
+KINDS = {("cr", False): "linear", ("rc", False): "transposed", ("rc", True): "embedding"}
+"""What a part seen so makes in a product, and (True) where it is looked up."""
 USUAL = {"alpha": 1, "beta": 1, "sparse": False, "scale_grad_by_freq": False}
 """What such nodes, and a sum, have to say of themselves if they say it."""
 
@@ -99,8 +100,8 @@ class Use:
     """One use of some rows of a parameter: a product with an input, and its bias; or a look-up.
 
     `layer` is the layer it makes, called after its weight; None: it has no patterns. The node has
-    saved the key under the name `saved`. A hook on `end` gets the error signal before anything is
-    added to the gradient of weight or bias; `unfolded` gives the rows their leading shape.
+    saved the key under the name `saved`. A hook on `end` gets the error signal before weight or
+    bias get their gradients; `unfolded` gives the rows their leading shape.
     """
 
     parameter: str
@@ -135,27 +136,26 @@ class Graph:
                     stack.append(before)
 
     def uses(self, leaves: Leaves) -> Iterator[Use]:
-        """Every use of the parameters at these leaves, with patterns or without.
-
-        A bias comes with the product it is added to, else as a use of its own.
-        """
+        """Every use of the parameters at these leaves; a bias comes with its product."""
         parts: dict[Edge, Part] = {}
         for leaf, (name, shape) in leaves.items():
             dims = {1: "r", 2: "rc"}.get(len(shape), "")
             parts.update(self._consumers(leaf, Part(name, shape, 0, sum(shape[:1]), dims)))
         taken: set[Edge] = set()
         for edge, part in parts.items():
-            use = self._product(*edge, part)
-            if use is None or use.layer is None:
+            end, saved, layer = edge[0], *_product(*edge, part)
+            if layer is None:
                 continue
-            for place in self._sums(use):
+            looks_up = saved == "indices"
+            unfolded = None if looks_up else self._only_user(end, UNFOLDED)
+            for place in () if looks_up else self._sums(end, saved, unfolded):
                 bias = parts.get(place)
-                if bias and bias.dims == "r" and bias.rows == use.layer.out_features:
-                    own = replace(use.layer, bias=bias.parameter, bias_offset=bias.start)
-                    use, taken = replace(use, layer=own, end=place[0]), taken | {place}
+                if bias and bias.dims == "r" and bias.rows == layer.out_features:
+                    layer = replace(layer, bias=bias.parameter, bias_offset=bias.start)
+                    end, taken = place[0], taken | {place}
                     break
             taken.add(edge)
-            yield use
+            yield Use(part.parameter, edge[0], end, unfolded, layer, saved)
         for edge in parts.keys() - taken:
             node = edge[0]
             yield Use(parts[edge].parameter, node, node, self._only_user(node, UNFOLDED))
@@ -174,33 +174,29 @@ class Graph:
                 if user in self._ends:  # what becomes of it is not known
                     yield (user, slot), replace(seen, dims="")
 
-    def _product(self, node: Node, slot: int, part: Part) -> Use | None:
-        """The product or look-up that a part of a weight goes into, if it is one."""
-        name, saved = part.parameter, PRODUCTS.get((node.name(), slot))
-        if saved is None or len(part.dims) != 2 or not _is_usual(node):
-            return None
-        shape, unfolded = (part.rows, part.shape[1]), None
-        if saved != "indices":
-            unfolded = self._only_user(node, UNFOLDED)
-            kind, widths = ("linear", shape[::-1]) if part.dims == "cr" else ("transposed", shape)
-            layer = Layer(name, kind, name, None, *widths, shape, part.start)
-        elif part.dims == "rc":
-            padding = signed(fact_of(node, "padding_idx", -1))
-            layer = look_up(name, name, shape, None if padding < 0 else padding, part.start)
-        else:
-            return None
-        return Use(name, node, node, unfolded, layer, saved)
-
-    def _sums(self, use: Use) -> list[Edge]:
+    def _sums(self, node: Node, saved: str, unfolded: Node | None) -> list[Edge]:
         """Where a bias may be added to a product: by its own node, or by the one that follows."""
-        if use.saved != "self":
-            return [(use.node, 0)] * (use.saved == "mat1")
-        added = self._only_user(use.unfolded or use.node, {"AddBackward0"})
+        if saved == "mat1":
+            return [(node, 0)]
+        added = self._only_user(unfolded or node, {"AddBackward0"})
         return [(added, 0), (added, 1)] if added is not None and _is_usual(added) else []
 
     def _only_user(self, node: Node, names: Collection[str]) -> Node | None:
         users = self._users.get(node, ())
         return users[0][0] if len(users) == 1 and users[0][0].name() in names else None
+
+
+def _product(node: Node, slot: int, part: Part) -> tuple[str, Layer | None]:
+    """Under which name a node saves the key that meets a part of a weight; the layer that makes."""
+    saved = PRODUCTS.get((node.name(), slot), "")
+    kind = KINDS.get((part.dims, saved == "indices"))
+    if not saved or kind is None or not _is_usual(node):
+        return saved, None
+    shape = part.rows, part.shape[1]
+    widths = shape[::-1] if kind == "linear" else shape
+    padded = ((PADDING, signed(fact_of(node, "padding_idx", -1))),) if saved == "indices" else ()
+    name = part.parameter
+    return saved, Layer(name, kind, name, None, *widths, shape, part.start, details=padded)
 
 
 def signed(number: Any) -> int:
@@ -213,7 +209,7 @@ def _is_usual(node: Node) -> bool:
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """Every tensor in what a module was given or returned: in containers, objects with fields."""
+    """Every tensor in containers and in objects with fields."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, (nn.Module, type, str)):

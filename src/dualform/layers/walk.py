@@ -1,11 +1,9 @@
 """Weights that are used past their modules: found in the autograd graph once a forward returns.
 
-`capture.py` sees every call of a recorded module. What multiplies with a weight in another way is
-seen here: attention's projections each time an `nn.MultiheadAttention` returns, by reading the few
+Attention's projections are seen each time an `nn.MultiheadAttention` returns, by reading the few
 nodes between its outputs and its inputs; functional code (`F.linear(x, weight)`, `x @ weight.T`)
 each time the outermost module returns, by reading the whole graph. That costs, so it is done in the
-first step, and goes on only where something was found or may still come: networks that call all
-their layers as modules pay for a single step.
+first step, and goes on only where something was found or may still come.
 
 Nothing is missed silently. A weight that is also used in a way without patterns (by an embedding
 bag, by einsum, inside a compiled function) becomes values, with the reason; one that begins to be
@@ -29,8 +27,8 @@ from torch.nn.modules import module as torch_module
 
 from dualform.layers import finding
 from dualform.layers import torch_internals as internals
+from dualform.layers.finding import NOT_READ, named
 from dualform.layers.layer import Layer
-from dualform.layers.naming import NOT_READ, named
 from dualform.layers.uses import Graph, Use, tensors_in
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ class GraphWalk:
         """The hooks by which whole graphs are read, so that what was seen has to be marked."""
 
     def start(self) -> None:
-        """Begin to read the graph of every outermost module's call."""
+        """Begin to read the graph of every outermost call."""
         self.handles = [
             torch_module.register_module_forward_pre_hook(self._enter),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
@@ -83,18 +81,13 @@ class GraphWalk:
         }
 
     def mark(self, node: Any) -> None:
-        """Remember, as long as the graph lives, that a use was seen: the next call of a module may
-        be fed with what this one returned, and its graph then holds this one's."""
+        """Remember, as long as the graph lives, that a use was seen."""
         node.metadata[self._seen] = True
 
     def _trained(self, *but: type[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are trained, without those in modules of some classes."""
-        others = (m.parameters() for m in self._model.modules() if isinstance(m, but))
-        left_out = {id(p) for parameters in others for p in parameters}
-        for name, p in self._model.named_parameters():
-            is_lazy = isinstance(p, nn.parameter.UninitializedParameter)
-            if p.requires_grad and p.is_leaf and not is_lazy and id(p) not in left_out:
-                yield name, p
+        found = finding.parameters_outside(self._model, *but)
+        return ((name, p) for name, p in found if p.requires_grad and p.is_leaf)
 
     # -- when a module returns ---------------------------------------------------------------
 
@@ -123,11 +116,8 @@ class GraphWalk:
         kwargs: Any,
         output: Any,
     ) -> None:
-        """An attention returns: follow every product with its parameters.
-
-        Inside, positions come first; given the batch first, rows are put back into the order of the
-        inputs, so that tags and neighbours fit.
-        """
+        """An attention returns: follow every product with its parameters. Inside, positions come
+        first; given the batch first, rows are put back into that order, so that tags fit."""
         own = [(names[n], p) for n, p in module.named_parameters() if n in names]
         own = [(name, p) for name, p in own if p.requires_grad and p.is_leaf]
         ends = [t for t in tensors_in(output) if t.grad_fn is not None]
@@ -165,14 +155,11 @@ class GraphWalk:
                 use.parameter in layer.parameters and layer.kind in READ
                 for layer in self._capture.layers
             ):  # of other layers their kind sees to it
-                self._capture.make_values(use.parameter, finding.reason_of(use.node.name()))
+                self._capture.make_values(use.parameter, finding.OTHER_USE.format(use.node.name()))
         return found
 
     def _follow(self, use: Use, layer: Layer, batch: int) -> None:
-        """Have the patterns of a use reported when a backward pass goes through it.
-
-        `batch`: rows are those of an attention that was given this many examples, batch first.
-        """
+        """Have the patterns of a use reported when a backward pass goes through it."""
         if self.handles:
             self.mark(use.node)
         try:
