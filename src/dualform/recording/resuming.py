@@ -82,7 +82,7 @@ class Resumption:
         memory = self.memory
         weights, remembered = self._marks
         steps = [place + 1 for place in states.find(weights)]
-        if self._is_initial(watch):
+        if not memory.steps or self._is_initial(watch):
             steps.insert(0, 0)
         if not steps:
             raise RecordingError(
