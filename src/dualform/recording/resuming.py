@@ -52,8 +52,9 @@ class Resumption:
 
     @property
     def phases(self) -> list[dict[str, Any]]:
-        """What the memory says of its stretches so far."""
-        return [known._asdict() for known in self.memory.phases]
+        """What the memory says of its stretches so far; those that were cut off never were."""
+        steps = self.memory.steps
+        return [known._asdict() for known in self.memory.phases if known.first_step <= steps]
 
     def compare(self, model: nn.Module, sites: Mapping[Layer, Site], options: Options) -> None:
         """Raise `RecordingError` naming the first difference between model and memory."""
