@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.recording.runs import verified
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-import dualform as df
-from dualform.recording import capture
+from dualform.memory import Memory
+from dualform.recording import record
 
-both = pytest.mark.parametrize("error_signals", [True, False])
+both = pytest.mark.parametrize("keep", ["patterns", "keys"])
 
 
 def copied(model: nn.Module, fed: Tensor) -> Tensor:
@@ -32,13 +33,13 @@ def trained(
     fresh: Callable[[], Tensor],
     call: Callable[[nn.Module, Tensor], Tensor] = copied,
     *,
-    error_signals: bool = True,
+    keep: str = "patterns",
     steps: int = 4,
-) -> tuple[df.Memory, Tensor]:
+) -> tuple[Memory, Tensor]:
     """Recorded, with every input changed between forward and backward; and what was fed."""
     optimizer = SGD(model.parameters(), lr=0.01)
     fed = []
-    with df.record(model, optimizer, path, error_signals=error_signals):
+    with record(model, optimizer, path, keep=keep):
         for _ in range(steps):
             optimizer.zero_grad()
             inputs = fresh()
@@ -47,52 +48,49 @@ def trained(
             inputs.fill_(1)
             output.pow(2).sum().backward()
             optimizer.step()
-    memory = df.Memory.open(path)
-    assert memory.exact
+    memory = Memory.open(path)
     assert not memory.remarks
-    df.DualForm(model, memory).verify().raise_if_failed()
+    assert verified(memory, model).passed
     return memory, torch.cat(fed)
 
 
 @both
 @pytest.mark.parametrize("shape", [(5, 6), (3, 5, 6)])
 def test_keys_are_what_was_fed_where_hooks_on_saved_tensors_keep_a_copy(
-    tmp_path: Path, shape: tuple[int, ...], error_signals: bool
+    tmp_path: Path, shape: tuple[int, ...], keep: str
 ) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
     memory, fed = trained(
         model,
         tmp_path,
         lambda: torch.randn(shape, dtype=torch.float64),
-        error_signals=error_signals,
+        keep=keep,
     )
     assert torch.equal(memory.layer("0").keys, fed)
 
 
 @both
 def test_tokens_are_what_was_fed_where_hooks_on_saved_tensors_keep_a_copy(
-    tmp_path: Path, error_signals: bool
+    tmp_path: Path, keep: str
 ) -> None:
     memory, fed = trained(
         nn.Sequential(nn.Embedding(30, 4)).double(),
         tmp_path,
         lambda: torch.randint(0, 30, (5, 1)),
-        error_signals=error_signals,
+        keep=keep,
     )
     assert torch.equal(memory.layer("0").keys, fed)
 
 
 @both
-def test_keys_that_do_not_lie_in_one_piece_are_what_was_fed(
-    tmp_path: Path, error_signals: bool
-) -> None:
+def test_keys_that_do_not_lie_in_one_piece_are_what_was_fed(tmp_path: Path, keep: str) -> None:
     """Autograd saves a copy of such an input, and does not mind what becomes of it."""
     memory, fed = trained(
         nn.Sequential(nn.Linear(6, 4)).double(),
         tmp_path,
         lambda: torch.randn(5, 3, 6, dtype=torch.float64).transpose(0, 1),
         lambda model, inputs: model(inputs),
-        error_signals=error_signals,
+        keep=keep,
     )
     assert torch.equal(memory.layer("0").keys, fed)
 
@@ -121,13 +119,13 @@ class Attention(nn.Module):
     ("made", "name"), [(Functional, "weight"), (Attention, "attention.in_proj")]
 )
 def test_keys_of_uses_past_modules_are_what_was_fed(
-    tmp_path: Path, made: Callable[[], nn.Module], name: str, error_signals: bool
+    tmp_path: Path, made: Callable[[], nn.Module], name: str, keep: str
 ) -> None:
     memory, fed = trained(
         made().double(),
         tmp_path,
         lambda: torch.randn(3, 5, 6, dtype=torch.float64),
-        error_signals=error_signals,
+        keep=keep,
     )
     assert torch.equal(memory.layer(name).keys, fed)
 
@@ -150,7 +148,7 @@ class InPlace(nn.Module):
 
 @both
 def test_keys_inside_a_checkpoint_are_those_before_a_change_in_place(
-    tmp_path: Path, error_signals: bool
+    tmp_path: Path, keep: str
 ) -> None:
     model = InPlace().double()
     memory, fed = trained(
@@ -158,19 +156,10 @@ def test_keys_inside_a_checkpoint_are_those_before_a_change_in_place(
         tmp_path,
         lambda: torch.randn(5, 6, dtype=torch.float64),
         lambda part, inputs: checkpoint(part, inputs.clone(), use_reentrant=False),  # type: ignore[no-any-return]
-        error_signals=error_signals,
+        keep=keep,
     )
     assert torch.equal(memory.layer("first").keys, fed)
     assert torch.equal(memory.layer("second").keys, torch.cat(model.seen))
-
-
-def test_where_torch_does_not_tell_of_hooks_keys_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capture, "hooks_on_saving", lambda _: ())  # as before torch 2.8
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
-    memory, fed = trained(model, tmp_path, lambda: torch.randn(5, 6, dtype=torch.float64))
-    assert torch.equal(memory.layer("0").keys, fed)
 
 
 class Projections(nn.Module):
@@ -194,26 +183,11 @@ def test_layers_share_a_copy_only_of_the_same_values(tmp_path: Path) -> None:
     assert torch.equal(memory.layer("k").keys, fed + 1)
 
 
-def test_layers_that_are_fed_the_same_tensor_share_a_copy() -> None:
-    copies, fed = capture.Copies(), torch.randn(5, 6)
-    first = copies.of(fed, fed.dtype)
-    assert copies.of(fed, fed.dtype) is first
-    assert copies.of(fed, torch.float64).dtype == torch.float64
-    fed += 1
-    assert torch.equal(copies.of(fed, fed.dtype), fed)
-    with torch.inference_mode():
-        untracked = torch.zeros(2, 3)
-    kept = copies.of(untracked, untracked.dtype)
-    with torch.inference_mode():
-        untracked += 1
-    assert torch.equal(copies.of(untracked, untracked.dtype), kept + 1)
-
-
 def test_torch_still_refuses_what_it_guards(tmp_path: Path) -> None:
     model = nn.Linear(6, 4)
     with (
         pytest.raises(RuntimeError, match="modified by an inplace operation"),
-        df.record(model, SGD(model.parameters(), 0.1), tmp_path),
+        record(model, SGD(model.parameters(), 0.1), tmp_path),
     ):
         inputs = torch.randn(5, 6)
         output = model(inputs)
@@ -234,12 +208,12 @@ class Spoiling(Functional):
 def test_an_evaluation_may_change_what_nothing_goes_back_through(tmp_path: Path) -> None:
     model = Spoiling().double()
     optimizer = SGD(model.parameters(), 0.1)
-    with df.record(model, optimizer, tmp_path):
+    with record(model, optimizer, tmp_path):
         for _ in range(3):
             model.eval()(torch.randn(5, 6, dtype=torch.float64))  # not under no_grad
             model.train()(torch.randn(5, 6, dtype=torch.float64)).pow(2).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    memory = df.Memory.open(tmp_path)
+    memory = Memory.open(tmp_path)
     assert memory.layer("weight").rows == 15
-    df.DualForm(model, memory).verify().raise_if_failed()
+    assert verified(memory, model).passed

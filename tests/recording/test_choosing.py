@@ -1,4 +1,4 @@
-"""Recording some layers only: their patterns are kept, everything else is still accounted for."""
+"""keep=: how finely each layer's memory can say who wrote it; training is always the same."""
 
 from __future__ import annotations
 
@@ -7,158 +7,189 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recording.runs import state_of, verified
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
-import dualform as df
+from dualform.certificate.report import BITS, KEPT, LITTLE, ROUNDED
+from dualform.errors import RecordingError
+from dualform.memory import Memory
+from dualform.recording import record
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
-class Network(nn.Module):
+class Tagger(nn.Module):
+    """A little transformer: attention is used functionally, the rest are plain layers."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7))
-        self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 3)
+        self.embed = nn.Embedding(11, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.norm(self.encoder(x)))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.block(self.embed(tokens)))
         return output
 
 
-def train(path: Path | None, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+def start(kind: Any = SGD) -> tuple[Tagger, Any]:
     torch.manual_seed(0)
-    model = Network().to(dtype)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    model = Tagger()
+    settings = {"lr": 0.1, "momentum": 0.9} if kind is SGD else {"lr": 1e-3}
+    return model, kind(model.parameters(), weight_decay=1e-3, **settings)
 
-    def loop(recorder: df.Recorder | None) -> None:
-        for _ in range(12):
-            if recorder is not None:
-                recorder.tag(example=list(range(5)))
-            loss = F.cross_entropy(model(torch.randn(5, 6, dtype=dtype)), torch.randint(3, (5,)))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.4)
-            optimizer.step()
-            optimizer.zero_grad()
 
-    if path is None:
-        loop(None)
-    else:
-        with df.record(model, optimizer, path, **options) as recorder:
-            loop(recorder)
-    return model
+def train(model: nn.Module, optimizer: Any, steps: range, recorder: Any = None) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        tokens, labels = torch.randint(0, 11, (3, 4)), torch.randint(0, 5, (3, 4))
+        if recorder is not None:
+            recorder.tag(example=[3 * step, 3 * step + 1, 3 * step + 2], token=tokens)
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LINEAR = {
+    "embed", "block.linear1", "block.linear2", "block.self_attn.in_proj",
+    "block.self_attn.out_proj", "head",
+}  # fmt: skip
+NORMS = {"block.norm1", "block.norm2"}
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "auto": ({}, dict.fromkeys(LINEAR, "patterns") | dict.fromkeys(NORMS, "examples")),
+    "patterns": (
+        {"keep": "patterns"}, dict.fromkeys(LINEAR, "patterns") | dict.fromkeys(NORMS, "examples"),
+    ),
+    "float16": (
+        {"dtype": "float16"},
+        dict.fromkeys(LINEAR, "patterns") | dict.fromkeys(NORMS, "examples"),
+    ),
+    "keys": ({"keep": "keys"}, dict.fromkeys(LINEAR, "keys")),
+    "values": ({"keep": "values"}, {}),
+    "the head": ({"keep": {"head": "patterns", "*": "values"}}, {"head": "patterns"}),
+    "keys of the block": (
+        {"keep": {"block.*": "keys", "*": "auto"}},
+        {n: "keys" if n.startswith("block") else "patterns" for n in LINEAR},
+    ),
+    "attention": (
+        {"keep": {"*.self_attn.*": "patterns", "*": "values"}},
+        {n: "patterns" for n in LINEAR if "attn" in n},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_transformer_is_the_same_and_verified_whatever_is_kept(
+    name: str, kind: Any, tmp_path: Path
+) -> None:
+    options, expected = CHOICES[name]
+    plain, optimizer = start(kind)
+    train(plain, optimizer, range(12))
+    model, optimizer = start(kind)
+    with record(model, optimizer, tmp_path / "run", **options) as recorder:
+        train(model, optimizer, range(12), recorder)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    memory = Memory.open(tmp_path / "run")
+    assert {layer: memory.layer(layer).keep for layer in memory.layers} == expected
+    found = verified(memory, model)
+    assert not found.failures, found
+    for parameter, verdict in found.verdicts.items():
+        keep = memory.parameters[parameter].keep
+        best = (ROUNDED, LITTLE) if name == "float16" else (BITS,)
+        assert verdict.verdict in ((KEPT,) if keep in ("values", "keys") else best), found
+        assert keep != "values" or memory.parameters[parameter].why
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("checkpoint", [5, 9])
+def test_a_transformer_is_gone_on_with_whatever_is_kept(
+    name: str, checkpoint: int, tmp_path: Path
+) -> None:
+    options, _ = CHOICES[name]
+    whole, optimizer = start()
+    with record(whole, optimizer, tmp_path / "whole", **options) as recorder:
+        train(whole, optimizer, range(14), recorder)
+    model, optimizer = start()
+    with record(model, optimizer, tmp_path / "run", **options) as recorder:
+        train(model, optimizer, range(checkpoint), recorder)
+        saved = state_of(model), optimizer.state_dict()
+        momenta = {i: v["momentum_buffer"].clone() for i, v in saved[1]["state"].items()}
+        train(model, optimizer, range(checkpoint, 9), recorder)
+    model, optimizer = start()
+    model.load_state_dict(saved[0])
+    state = {i: {"momentum_buffer": v} for i, v in momenta.items()}
+    optimizer.load_state_dict(saved[1] | {"state": state})
+    with record(model, optimizer, tmp_path / "run", resume=True, **options) as recorder:
+        assert recorder.steps == checkpoint
+        train(model, optimizer, range(checkpoint, 14), recorder)
+    memory, other = Memory.open(tmp_path / "run"), Memory.open(tmp_path / "whole")
+    assert not verified(memory, model).failures
+    assert set(memory.layers) == set(other.layers)
+    for layer in memory.layers:
+        ours, theirs = memory.layer(layer), other.layer(layer)
+        assert ours.keep == theirs.keep
+        if ours.keep in ("patterns", "keys"):
+            assert torch.equal(ours.keys, theirs.keys)
+        for column in ("step", "example", "token", "position"):
+            assert (ours.patterns[column] == theirs.patterns[column]).all()
 
 
 @pytest.mark.parametrize(
-    ("layers", "expected"),
+    ("before", "now"),
     [
-        ("head", ("head",)),
-        ("encoder.*", ("encoder.0", "encoder.2")),
-        (["head", "encoder.0"], ("encoder.0", "head")),
-        (("*",), ("encoder.0", "encoder.2", "head")),
-        (None, ("encoder.0", "encoder.2", "head")),
+        ({}, {"dtype": "float16"}),
+        ({}, {"keep": "keys"}),
+        ({"keep": {"head": "patterns", "*": "keys"}}, {}),
     ],
 )
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_every_parameter_is_rebuilt_whichever_layers_were_chosen(
-    layers: Any, expected: tuple[str, ...], dtype: torch.dtype, bound: float, tmp_path: Path
+def test_other_options_than_before_are_refused_by_name(
+    before: dict[str, Any], now: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = train(tmp_path / "run", dtype, layers=layers)
-    for ours, plain in zip(model.parameters(), train(None, dtype).parameters(), strict=True):
-        assert torch.equal(ours, plain)
-    memory = df.Memory.open(tmp_path / "run")
-    assert memory.layers == expected
-    for name, parameter in memory.parameters.items():
-        recorded = name.rpartition(".")[0] in expected
-        assert parameter.coverage == ("patterns" if recorded else "steps"), name
-    dual = df.DualForm(model, memory)
-    certificate = dual.verify(torch.randn(4, 6, dtype=dtype))
-    assert certificate.passed, str(certificate)
-    rebuilt = df.DualForm(Network().to(dtype), memory).to_model().state_dict()
-    for name, real in model.state_dict().items():
-        assert float((rebuilt[name] - real).abs().max()) <= bound
-
-
-def test_what_other_layers_wrote_is_kept_when_examples_are_masked(tmp_path: Path) -> None:
-    model = train(tmp_path / "run", layers="head")
-    masked = df.DualForm(model, tmp_path / "run").without(example=list(range(5))).to_model()
-    initial = df.DualForm(model, tmp_path / "run").at(step=0).to_model().state_dict()
-    for name, value in masked.state_dict().items():
-        if not name.startswith("head"):
-            assert torch.allclose(value, model.state_dict()[name], rtol=0, atol=1e-12)
-        else:
-            assert not torch.equal(value, model.state_dict()[name])
-            assert not torch.equal(initial[name], model.state_dict()[name])
-
-
-def test_questions_about_a_layer_that_was_not_chosen_name_those_that_were(tmp_path: Path) -> None:
-    model = train(tmp_path / "run", layers="head")
-    dual = df.DualForm(model, tmp_path / "run")
-    with pytest.raises(df.QueryError, match="head"):
-        dual.attend(torch.randn(1, 6, dtype=torch.float64))["encoder.0"]
+    model, optimizer = start()
+    with record(model, optimizer, tmp_path / "run", **before):
+        train(model, optimizer, range(3))
+    with (
+        pytest.raises(RecordingError, match=r"cannot be gone on with: (layer|its patterns)"),
+        record(model, optimizer, tmp_path / "run", resume=True, **now),
+    ):
+        pass
+    assert Memory.open(tmp_path / "run").steps == 3
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
+    ("keep", "message"),
     [
-        ("haed", r"layers='haed' matches no layer.*encoder\.0, encoder\.2, head"),
-        (["head", "Head"], r"layers='Head' matches no layer"),
-        ([3], r"layers=\[3\] was given; expected a layer's name"),
-        (3, r"layers=3 was given; expected a layer's name"),
+        ("haed", "'haed'"),
+        ({"haed": "patterns"}, r"'haed'.* matches no layer.*head"),
+        ({"head": "pattern"}, r"'head': 'pattern'"),
+        ({3: "keys"}, "a layer's name or a pattern of names"),
+        (3, "keep=3 was given"),
+        ({"block.norm1": "keys"}, r"'block.norm1' is of kind"),
+        ("smallest", "comes later"),
     ],
 )
-def test_a_choice_that_matches_nothing_is_refused_before_anything_is_written(
-    layers: Any, message: str, tmp_path: Path
+def test_a_choice_that_cannot_be_is_refused_before_anything_is_written(
+    keep: Any, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(df.RecordingError, match=message):
-        train(tmp_path / "run", layers=layers)
+    model, optimizer = start()
+    with (
+        pytest.raises(RecordingError, match=message),
+        record(model, optimizer, tmp_path / "run", keep=keep),
+    ):
+        pass
     assert not (tmp_path / "run").exists()
-    with pytest.raises(df.DualFormError, match=message):
-        df.estimate(Network(), batch=5, steps=12, layers=layers)
-
-
-@pytest.mark.parametrize("error_signals", [None, 3, [3]])
-def test_error_signals_that_are_no_choice_are_refused(error_signals: Any, tmp_path: Path) -> None:
-    with pytest.raises(df.RecordingError, match=r"error_signals=.* was given; expected True"):
-        train(tmp_path / "run", error_signals=error_signals)
-
-
-def test_error_signals_of_a_layer_that_was_not_chosen_are_refused(tmp_path: Path) -> None:
-    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = {"layers": "linear*", "error_signals": ["self_attn.in_proj"]}
-    with pytest.raises(df.RecordingError, match=r"'self_attn.in_proj' names no layer"):
-        df.record(model, optimizer, tmp_path / "run", **chosen).__enter__()
-
-
-def test_the_estimate_knows_the_choice() -> None:
-    everything = df.estimate(Network(), batch=5, steps=1200)
-    one = df.estimate(Network(), batch=5, steps=1200, layers="head")
-    assert [layer.name for layer in one.layers] == ["head"]
-    assert one.parts["step-level parameters"] > everything.parts["step-level parameters"]
-    assert not any("not called" in remark for remark in one.remarks)
-
-
-# The place ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["s3://bucket/run", "hdfs://host/run", Path("gs://bucket/run")])
-def test_a_url_is_refused_before_anything_is_made(
-    place: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = Network()
-    with pytest.raises(df.RecordingError, match=r"looks like a URL; expected a directory"):
-        df.record(model, SGD(model.parameters(), lr=0.1), place)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
-    train(tmp_path / "2024-01-01 12:30" / "s3:")
-    assert df.Memory.open(tmp_path / "2024-01-01 12:30" / "s3:").steps == 12
+    model, optimizer = start()
+    with record(model, optimizer, tmp_path / "2024-01-01 12:30" / "s3:"):
+        train(model, optimizer, range(2))
+    assert Memory.open(tmp_path / "2024-01-01 12:30" / "s3:").steps == 2

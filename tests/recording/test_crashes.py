@@ -11,20 +11,36 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
-from tests.memory.runs import Trainers, assert_equal, assert_sound, rebuild, trainers
+import torch
+from tests.recording.runs import (
+    Trainers,
+    backward,
+    network,
+    plain,
+    proved,
+    recording,
+    state_of,
+    trainers,
+    update,
+    verified,
+)
+from torch.optim import SGD
 
-from dualform import MemoryFileError
+from dualform.errors import MemoryFileError, RecordingError
 from dualform.memory import Memory
-from dualform.recording.interrupts import Interrupts
+from dualform.recording import record
 
-SMALL = 6000
+SMALL = 20_000
 """Bytes per segment: a commit every few steps."""
 
-TIMES = int(os.environ.get("DUALFORM_TORTURE", "300"))
+TIMES = int(os.environ.get("DUALFORM_TORTURE", "100"))
 """How often the long tests do what they do; `make torture` asks for thousands."""
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +49,52 @@ def server() -> Iterator[Trainers]:
         yield running
 
 
+class Reference:
+    """The same training without a recorder."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model = network()
+        self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        self.states = [state_of(self.model)]
+
+    def after(self, steps: int) -> dict[str, torch.Tensor]:
+        while len(self.states) <= steps:
+            update(self.model, self.optimizer, len(self.states) - 1)
+            self.states.append(state_of(self.model))
+        return self.states[steps]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
 def wait_until_started(path: Path) -> None:
-    started = Path(f"{path}.started")
-    while not started.exists():
+    while not Path(f"{path}.started").exists():
         time.sleep(0.001)
+
+
+def made_updates(path: Path) -> int:
+    """How many updates the process has made, by its own account."""
+    return Path(f"{path}.updates").stat().st_size
 
 
 def lost_steps(memory: Memory) -> int:
     """The number of lost steps that the memory speaks of."""
     (remark,) = memory.remarks
-    assert f"{memory.steps} steps are committed" in remark
-    found = re.search(r"the (\d+) steps after them are lost", remark)
-    assert found or "no further step was completed" in remark
-    return int(found[1]) if found else 0
+    committed = "1 step is" if memory.steps == 1 else f"{memory.steps} steps are"
+    assert f"{committed} committed" in remark
+    if "no further step" in remark:
+        return 0
+    found = re.search(r"the (\d+) steps? after that (is|are) lost", remark)
+    assert found, remark
+    return int(found[1])
 
 
-def kill_and_look(server: Trainers, path: Path, delay: float, segment_bytes: int) -> Memory:
+def kill_and_look(
+    server: Trainers, path: Path, delay: float, segment_bytes: int, reference: Reference
+) -> Memory:
     process = server.start(path, segment_bytes=segment_bytes)
     wait_until_started(path)
     time.sleep(delay)
@@ -57,69 +103,68 @@ def kill_and_look(server: Trainers, path: Path, delay: float, segment_bytes: int
     memory = Memory.open(path)
     assert not memory.closed
     assert not memory.is_being_recorded
-    assert_sound(memory)
+    made = made_updates(path)
+    assert memory.steps + lost_steps(memory) in (made, made + 1)
+    memory.check()
+    if memory.steps:
+        assert verified(memory).passed
+        proved(path, None, {memory.steps: reference.after(memory.steps)}, verdict=None)
     return memory
 
 
-def test_a_run_killed_at_any_moment_opens_says_what_it_lost_and_is_exact(
-    server: Trainers, tmp_path: Path
-) -> None:
-    chance = random.Random(1)
-    steps, lost = [], []
-    for number in range(100):
-        path = tmp_path / str(number)
-        segment_bytes = chance.choice([1, SMALL, 10 * SMALL])
-        memory = kill_and_look(server, path, chance.uniform(0, 0.15), segment_bytes)
-        steps.append(memory.steps)
-        lost.append(lost_steps(memory))
+def many(
+    server: Trainers, place: Path, times: int, most: float, reference: Reference
+) -> list[Memory]:
+    chance, found = random.Random(times), []
+    for number in range(times):
+        path = place / str(number)
+        size = chance.choice([1, SMALL, 20 * SMALL])
+        found.append(kill_and_look(server, path, chance.uniform(0, most), size, reference))
         shutil.rmtree(path)
-    assert max(steps) > 3
-    assert len(set(steps)) > 3
-    assert max(lost) > 0
+    return found
+
+
+def test_a_run_killed_at_any_moment_opens_says_what_it_lost_and_is_exact(
+    server: Trainers, tmp_path: Path, reference: Reference
+) -> None:
+    found = many(server, tmp_path, 30, 0.3, reference)
+    assert len({memory.steps for memory in found}) > 3
 
 
 @pytest.mark.long
-def test_hundreds_of_killed_runs(server: Trainers, tmp_path: Path) -> None:
-    chance = random.Random(2)
-    for number in range(TIMES):
-        path = tmp_path / str(number)
-        kill_and_look(server, path, chance.uniform(0, 0.6), chance.choice([1, SMALL, 20 * SMALL]))
-        shutil.rmtree(path)
+def test_hundreds_of_killed_runs(server: Trainers, tmp_path: Path, reference: Reference) -> None:
+    many(server, tmp_path, TIMES, 0.6, reference)
 
 
-def test_a_run_killed_at_every_single_write_of_its_first_commits(
-    server: Trainers, tmp_path: Path
+def test_a_killed_run_is_recorded_over_only_on_request(
+    server: Trainers, tmp_path: Path, reference: Reference
 ) -> None:
-    """Not at random: at each system call of the beginning, two commits, a snapshot, and the end."""
-    committed = set()
-    for call in range(1, 200):
-        path = tmp_path / str(call)
-        code = server.wait(server.start(path, steps=8, segment_bytes=SMALL, die_at=call))
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        if not (path / "manifest.json").exists():
-            with pytest.raises(MemoryFileError, match=r"not there|died before the first commit"):
-                Memory.open(path)
-            continue
-        memory = Memory.open(path)
-        assert_sound(memory)
-        committed.add(memory.steps)
-        assert memory.closed or lost_steps(memory) <= 8 - memory.steps
-    assert code == 0, "the run has more writes than were tried"
-    assert call > 40
-    assert {0, 8} < committed
-
-
-def test_a_killed_run_is_recorded_over_only_on_request(server: Trainers, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    kill_and_look(server, path, 0.05, SMALL)
-    assert server.wait(server.start(path, steps=3)) != 0
+    kill_and_look(server, path, 0.05, SMALL, reference)
+    assert server.wait(server.start(path, steps=3)) == 1
     assert not Memory.open(path).closed
     assert server.wait(server.start(path, steps=3, overwrite=True)) == 0
-    memory = Memory.open(path)
+    memory = proved(path, None, {3: reference.after(3)})
     assert (memory.steps, memory.remarks) == (3, ())
-    assert_sound(memory)
+
+
+def test_a_killed_run_is_gone_on_with(
+    server: Trainers, tmp_path: Path, reference: Reference
+) -> None:
+    for number, delay in enumerate((0.05, 0.15, 0.25)):
+        path = tmp_path / str(number)
+        steps = kill_and_look(server, path, delay, SMALL, reference).steps
+        start = steps // 2
+        whole = Reference()
+        whole.after(start)
+        resume = True if start else "rewind"
+        with recording(whole.model, whole.optimizer, path, resume=resume) as recorder:
+            assert recorder.steps == start
+            for step in range(start, start + 5):
+                recorder.tag(example=range(5), task="late")
+                update(whole.model, whole.optimizer, step)
+        memory = proved(path, whole.model, {start + 5: reference.after(start + 5)})
+        assert (memory.closed, memory.remarks) == (True, ())
 
 
 def interrupt(server: Trainers, path: Path, delay: float, number: int, **request: str) -> Memory:
@@ -138,49 +183,35 @@ def interrupt(server: Trainers, path: Path, delay: float, number: int, **request
     memory = Memory.open(path)
     assert memory.closed
     assert memory.remarks[0].startswith("the training loop was ended by ")
-    # the forward pass of a step that was never made moves the model's running averages
-    assert all(r.startswith("buffers changed after the last") for r in memory.remarks[1:])
-    assert len(memory.remarks) <= 2
+    assert len(memory.remarks) == 1
+    assert memory.steps - made_updates(path) in (0, 1)
     model = safetensors.torch.load_file(f"{path}.model.safetensors")
-    memory.check()
-    assert_equal(rebuild(memory, memory.steps), model)
-    assert_sound(memory, model)
+    assert verified(path).passed
+    for name in memory.parameters:
+        assert torch.equal(memory.kept.weights(name, memory.steps), model[name])
     return memory
 
 
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, ""), (signal.SIGTERM, "exit")])
 def test_ctrl_c_at_any_moment_commits_everything_that_is_complete(
-    server: Trainers, tmp_path: Path
+    number: int, how: str, server: Trainers, tmp_path: Path
 ) -> None:
-    chance = random.Random(3)
-    steps = []
-    for number in range(40):
-        path = tmp_path / str(number)
-        memory = interrupt(server, path, chance.uniform(0, 0.1), signal.SIGINT)
-        steps.append(memory.steps)
-        shutil.rmtree(path)
-    assert len(set(steps)) > 3
+    chance, steps = random.Random(3), set()
+    for turn in range(20):
+        path = tmp_path / str(turn)
+        steps.add(interrupt(server, path, chance.uniform(0, 0.2), number, terminate=how).steps)
+    assert len(steps) > 3
 
 
 @pytest.mark.long
 def test_hundreds_of_interrupted_runs(server: Trainers, tmp_path: Path) -> None:
     chance = random.Random(4)
     for number in range(TIMES):
-        path = tmp_path / str(number)
-        interrupt(server, path, chance.uniform(0, 0.2), signal.SIGINT)
-        shutil.rmtree(path)
-
-
-def test_a_handler_that_exits_on_sigterm_closes_the_memory(
-    server: Trainers, tmp_path: Path
-) -> None:
-    chance = random.Random(5)
-    for number in range(8):
-        path = tmp_path / str(number)
-        interrupt(server, path, chance.uniform(0, 0.1), signal.SIGTERM, terminate="exit")
+        interrupt(server, tmp_path / str(number), chance.uniform(0, 0.4), signal.SIGINT)
 
 
 def test_sigterm_without_a_handler_leaves_what_was_committed(
-    server: Trainers, tmp_path: Path
+    server: Trainers, tmp_path: Path, reference: Reference
 ) -> None:
     path = tmp_path / "run"
     process = server.start(path, segment_bytes=SMALL)
@@ -189,56 +220,158 @@ def test_sigterm_without_a_handler_leaves_what_was_committed(
     os.kill(process, signal.SIGTERM)
     assert server.wait(process) == -signal.SIGTERM
     memory = Memory.open(path)
-    lost_steps(memory)
-    assert_sound(memory)
+    assert memory.steps + lost_steps(memory) - made_updates(path) in (0, 1)
 
 
-def test_an_exception_in_the_loop_commits_everything_before_it(
-    server: Trainers, tmp_path: Path
+# -- exceptions ------------------------------------------------------------------------------------
+
+
+def stopping(*_: Any) -> None:
+    raise StopIteration
+
+
+@pytest.mark.parametrize("keep", ["auto", "keys"])
+@pytest.mark.parametrize("when", ["in the loop", "before the update", "after the update"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_exception_commits_everything_before_it(
+    when: str, fused: bool, keep: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run"
-    assert server.wait(server.start(path, fail_at=17, segment_bytes=SMALL)) == 5
-    memory = Memory.open(path)
-    assert memory.steps == 17
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+    states = {0: state_of(model)}
+
+    def train() -> None:
+        with record(model, optimizer, tmp_path / "run", keep=keep):
+            for step in range(20):
+                if step == 10 and when == "before the update":
+                    optimizer.register_step_pre_hook(stopping)
+                if step == 10 and when == "after the update":
+                    optimizer.register_step_post_hook(stopping)
+                backward(model, step)
+                if step == 10 and when == "in the loop":
+                    stopping()
+                optimizer.step()
+                optimizer.zero_grad()
+                states[step + 1] = state_of(model)
+
+    with pytest.raises(StopIteration):
+        train()
+    memory = Memory.open(tmp_path / "run")
     assert memory.closed
-    assert memory.remarks == ("the training loop was ended by ZeroDivisionError",)
-    assert_sound(memory)
+    assert memory.remarks[0] == "the training loop was ended by StopIteration"
+    assert memory.steps == 10
+    assert len(memory.events) == len(memory.remarks) - 1 == (when == "after the update")
+    assert verified(memory, model).passed
+    assert memory.layer("0").rows == 5 * memory.steps
 
 
-@pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    watching = Interrupts()
-    watching.install()
-    try:
-        yield watching
-    finally:
-        watching.remove()
-        signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_comes_at_the_end_of_the_outermost_block_that_holds_it(
-    interrupts: Interrupts,
+def test_an_update_that_fails_half_way_leaves_an_exact_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
+    """The buffers have taken the gradient in, and no weight has moved."""
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+    add, calls = torch._foreach_add_, 0
 
-    def work() -> None:
-        with interrupts.held():
-            with interrupts.held():
-                signal.raise_signal(signal.SIGINT)
-                done.append("inner")
-            done.append("outer")
-        done.append("after")
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 * 20:
+            raise MemoryError("no room")
+        return add(*args, **kwargs)
 
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == ["inner", "outer"]
+    monkeypatch.setattr(torch, "_foreach_add_", fail)
+    with pytest.raises(MemoryError), record(model, optimizer, tmp_path / "run"):
+        for step in range(30):
+            update(model, optimizer, step)
+    monkeypatch.undo()
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps == 20
+    assert [(e.step, e.what) for e in memory.events] == [(20, "edited")]
+    assert verified(memory, model).passed
 
 
-def test_an_exception_in_a_block_that_holds_ctrl_c_does_not_hold_it_forever(
-    interrupts: Interrupts,
+def test_a_full_disk_is_said_and_what_was_committed_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ZeroDivisionError), interrupts.held():
-        raise ZeroDivisionError
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    def train() -> None:
+        with recording(model, optimizer, tmp_path / "run", segment_bytes=2000) as recorder:
+            for step in range(100):
+                update(model, optimizer, step)
+                if step == 10:
+                    recorder.flush()
+                    monkeypatch.setattr(os, "write", full)
+                    monkeypatch.setattr(os, "pwrite", full)
+                    monkeypatch.setattr(os, "writev", full)
+                    monkeypatch.setattr(os, "pwritev", full)
+
+    with pytest.raises(RecordingError, match="No space left on device"):
+        train()
+    monkeypatch.undo()
+    assert Memory.open(tmp_path / "run").steps >= 11
+
+
+# -- other processes, other threads ----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*")
+@pytest.mark.parametrize("does", ["flush", "train", "leave"])
+def test_a_forked_process_that_goes_on_waits_for_nobody(tmp_path: Path, does: str) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with recording(model, optimizer, tmp_path / "run", segment_bytes=2000) as recorder:
+        for step in range(20):
+            update(model, optimizer, step)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # rather than hang
+            status = 1
+            try:
+                if does == "train":
+                    for step in range(60):
+                        update(model, optimizer, step)
+                    status = 0
+                elif does == "leave":
+                    recorder.__exit__(None, None, None)
+                    status = 0
+                else:
+                    recorder.flush()
+            except RecordingError as error:
+                status = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        for step in range(5):
+            update(model, optimizer, step)
+    assert proved(tmp_path / "run", model).steps == 25
+
+
+def test_ctrl_c_is_the_main_threads_though_training_runs_in_another(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    done = threading.Event()
+
+    def loop() -> None:
+        optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        update(model, optimizer, 0)
+        done.set()
+
+    thread = threading.Thread(target=loop)
+    with pytest.raises(KeyboardInterrupt), record(model, optimizer, tmp_path / "run"):
+        thread.start()
+        thread.join()
+        done.wait(60)
+    thread.join()
+    assert done.is_set()
+    assert Memory.open(tmp_path / "run").steps == 1
+
+
+def test_what_is_no_memory_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(MemoryFileError):
+        Memory.open(tmp_path)

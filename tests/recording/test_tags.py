@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.recording.runs import recording
 from torch import Tensor, nn
 from torch.optim import SGD
 
-import dualform as df
+from dualform.errors import RecordingError
+from dualform.memory import Memory
+from dualform.recording import record
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +36,20 @@ class Pooled(nn.Module):
         return self.sentence(hidden.mean(1))
 
 
-def record_batches(model: nn.Module, path: Path, batches: list[tuple[Tensor, Any]]) -> df.Memory:
+def record_batches(model: nn.Module, path: Path, batches: list[tuple[Tensor, Any]]) -> Memory:
     """One update per (inputs, tag); a tag of None means no call of `tag`."""
     optimizer = SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, path) as recorder:
+    with record(model, optimizer, path) as recorder:
         for inputs, tag in batches:
             if tag is not None:
                 recorder.tag(**tag)
             model(inputs).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return df.Memory.open(path)
+    return Memory.open(path)
 
 
-def column(memory: df.Memory, layer: str, name: str) -> list[Any]:
+def column(memory: Memory, layer: str, name: str) -> list[Any]:
     return memory.layer(layer).patterns[name].tolist()
 
 
@@ -128,14 +131,14 @@ def test_strings_keep_their_meaning_over_many_segments(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     words = [f"word {i * 7 % 13}" for i in range(40)]
-    with df.record(model, optimizer, tmp_path / "run", segment_bytes=500) as recorder:
+    with recording(model, optimizer, tmp_path / "run", segment_bytes=100) as recorder:
         for i in range(20):
             recorder.tag(word=words[2 * i : 2 * i + 2])
             model(torch.randn(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    memory = df.Memory.open(tmp_path / "run")
-    assert len(memory.fingerprints) > 3
+    memory = Memory.open(tmp_path / "run")
+    assert len(memory.opened.segments) > 3
     assert column(memory, "model", "word") == words
     chosen = memory.layer("model").patterns.select(word="word 7")
     assert chosen.tolist() == [word == "word 7" for word in words]
@@ -144,14 +147,14 @@ def test_strings_keep_their_meaning_over_many_segments(tmp_path: Path) -> None:
 def test_micro_batches_and_calls_are_told_apart(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, optimizer, tmp_path / "run") as recorder:
         for step in range(2):
             for part in range(2):
                 recorder.tag(part=[10 * step + part] * 3)
                 model(torch.tanh(model(torch.randn(3, 4)))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    memory = df.Memory.open(tmp_path / "run")
+    memory = Memory.open(tmp_path / "run")
     assert len(memory.layer("model")) == 2 * 2 * 2 * 3
     rows = {name: column(memory, "model", name) for name in ("step", "part", "microbatch", "call")}
     for step in range(2):
@@ -166,7 +169,7 @@ def test_micro_batches_and_calls_are_told_apart(tmp_path: Path) -> None:
 def test_tags_belong_to_the_forward_pass_even_if_backward_comes_later(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, optimizer, tmp_path / "run") as recorder:
         recorder.tag(example=[1, 2])
         one = model(torch.full((2, 4), 1.0)).sum()
         recorder.tag(example=[3, 4])
@@ -174,7 +177,7 @@ def test_tags_belong_to_the_forward_pass_even_if_backward_comes_later(tmp_path: 
         two.backward()
         one.backward()
         optimizer.step()
-    layer = df.Memory.open(tmp_path / "run").layer("model")
+    layer = Memory.open(tmp_path / "run").layer("model")
     assert layer.patterns["example"].tolist() == [3, 4, 1, 2]
     assert layer.keys[:, 0].tolist() == [2.0, 2.0, 1.0, 1.0]
 
@@ -200,7 +203,7 @@ def test_keys_and_error_signals_stay_with_their_names(tmp_path: Path) -> None:
     """The example's number is also in its key: rows and columns cannot have been mixed up."""
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
     optimizer = SGD(model.parameters(), lr=0.01)
-    with df.record(model, optimizer, tmp_path / "run", segment_bytes=600) as recorder:
+    with recording(model, optimizer, tmp_path / "run", segment_bytes=600) as recorder:
         for step in range(12):
             ids = torch.arange(step, step + 1 + step % 4)
             recorder.tag(example=ids, odd=ids % 2 == 1)
@@ -208,7 +211,7 @@ def test_keys_and_error_signals_stay_with_their_names(tmp_path: Path) -> None:
             model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    layer = df.Memory.open(tmp_path / "run").layer("0")
+    layer = Memory.open(tmp_path / "run").layer("0")
     assert layer.keys[:, 0].tolist() == layer.patterns["example"].tolist()
     assert (layer.patterns["odd"] == (layer.patterns["example"] % 2 == 1)).all()
 
@@ -228,7 +231,7 @@ def test_keys_and_error_signals_stay_with_their_names(tmp_path: Path) -> None:
 def test_a_wrong_length_names_layer_and_shapes(
     tag: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(df.RecordingError, match=message) as e:
+    with pytest.raises(RecordingError, match=message) as e:
         record_batches(Pooled(), tmp_path / "run", [(torch.randn(2, 3, 4), tag)])
     assert "one value per example ([B])" in str(e.value)
 
@@ -250,7 +253,7 @@ def test_a_wrong_length_names_layer_and_shapes(
 def test_a_tag_that_cannot_be_a_column_is_refused_at_once(
     tag: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(df.RecordingError, match=message):
+    with pytest.raises(RecordingError, match=message):
         record_batches(nn.Linear(4, 2), tmp_path / "run", [(torch.randn(2, 4), tag)])
 
 
@@ -269,7 +272,7 @@ def test_positions_looked_up_once_for_all_examples_get_no_tag(tmp_path: Path) ->
     # as many positions as examples among them: only their order tells
     batches = [(torch.randint(0, 7, (2, n)), {"example": [4, 5]}) for n in (3, 2, 5)]
     record_batches(Words(), tmp_path / "run", batches)
-    memory = df.Memory.open(tmp_path / "run")
+    memory = Memory.open(tmp_path / "run")
     tokens = memory.layer("tokens").patterns
     assert tokens["example"].tolist() == [4] * 3 + [5] * 3 + [4] * 2 + [5] * 2 + [4] * 5 + [5] * 5
     assert tokens["position"].tolist() == [*range(3)] * 2 + [*range(2)] * 2 + [*range(5)] * 2
@@ -280,31 +283,31 @@ def test_positions_looked_up_once_for_all_examples_get_no_tag(tmp_path: Path) ->
 
 def test_a_model_fed_sequence_first_is_told_how_to_tag(tmp_path: Path) -> None:
     batch = torch.randn(5, 2, 4)
-    with pytest.raises(df.RecordingError, match=r"tags of shape \[L, B\].*feed it batch first"):
+    with pytest.raises(RecordingError, match=r"tags of shape \[L, B\].*feed it batch first"):
         record_batches(nn.Linear(4, 2), tmp_path / "run", [(batch, {"example": [0, 1]})])
 
 
-def test_a_forgotten_tag_names_the_step_and_the_layer(tmp_path: Path) -> None:
+def test_a_forgotten_tag_names_the_layer(tmp_path: Path) -> None:
     batch = torch.randn(2, 4)
     with pytest.raises(
-        df.RecordingError,
-        match=r"layer 'model' saw a batch of leading shape \[2\] at step 1 that was not tagged",
+        RecordingError,
+        match=r"layer 'model' saw a batch of leading shape \[2\] that was not tagged",
     ):
         record_batches(
             nn.Linear(4, 2), tmp_path / "run", [(batch, {"label": [1, 2]}), (batch, None)]
         )
-    assert df.Memory.open(tmp_path / "run").steps == 1
+    assert Memory.open(tmp_path / "run").steps == 1
 
 
 def test_a_tag_forgotten_after_one_of_two_optimizers_has_moved_is_noticed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     one, two = (SGD(layer.parameters(), lr=0.1) for layer in model)
-    with df.record(model, [one, two], tmp_path / "run") as recorder:
+    with record(model, [one, two], tmp_path / "run") as recorder:
         recorder.tag(label=[1, 2])
         model(torch.randn(2, 4)).sum().backward()
         one.step()
         model.zero_grad()
-        with pytest.raises(df.RecordingError, match="was not tagged"):
+        with pytest.raises(RecordingError, match="was not tagged"):
             model(torch.randn(2, 4)).sum().backward()
     del two
 
@@ -312,7 +315,7 @@ def test_a_tag_forgotten_after_one_of_two_optimizers_has_moved_is_noticed(tmp_pa
 def test_evaluation_needs_no_tag(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, optimizer, tmp_path / "run") as recorder:
         for _ in range(3):
             recorder.tag(label=[1, 2])
             model(torch.randn(2, 4)).sum().backward()
@@ -321,12 +324,12 @@ def test_evaluation_needs_no_tag(tmp_path: Path) -> None:
             model(torch.randn(9, 4))
             with torch.no_grad():
                 model(torch.randn(5, 4))
-    assert len(df.Memory.open(tmp_path / "run").layer("model")) == 6
+    assert len(Memory.open(tmp_path / "run").layer("model")) == 6
 
 
 def test_a_forgotten_column_is_named(tmp_path: Path) -> None:
     batch = torch.randn(2, 4)
-    with pytest.raises(df.RecordingError, match=r"'task' was given at earlier steps but not now"):
+    with pytest.raises(RecordingError, match=r"'task' was given at earlier steps but not now"):
         record_batches(
             nn.Linear(4, 2),
             tmp_path / "run",
@@ -339,7 +342,7 @@ def test_a_forgotten_column_is_named(tmp_path: Path) -> None:
 )
 def test_a_column_keeps_its_kind(first: Any, then: Any, tmp_path: Path) -> None:
     batch = torch.randn(2, 4)
-    with pytest.raises(df.RecordingError, match=r"'what' was of kind \w+ at earlier steps and is"):
+    with pytest.raises(RecordingError, match=r"'what' was of kind \w+ at earlier steps and is"):
         record_batches(
             nn.Linear(4, 2), tmp_path / "run", [(batch, {"what": first}), (batch, {"what": then})]
         )

@@ -352,35 +352,27 @@ class Buffers:
             for name, _ in model.named_buffers()
         }
         self._last: dict[str, Tensor] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
 
     def changes(self, with_large: bool = True) -> list[tuple[str, Tensor]]:
-        """Every buffer that differs from when it was last asked for."""
+        """Every buffer that differs from when it was last asked for.
+
+        By its content: torch does not count what a batch norm does to its running statistics.
+        """
         found = []
         for name, (module, own) in list(self._places.items()):
-            buffer = module._buffers.get(own)
-            seen = (id(buffer), -1 if buffer is None else buffer._version)
-            if seen == self._versions.get(name):
-                continue
-            if not with_large and buffer is not None and buffer.numel() > SMALL:
-                continue
-            self._versions[name] = seen
-            now, last = None if buffer is None else buffer.detach().cpu(), self._last.get(name)
-            if last is None and now is not None:
-                same = False
-            elif now is None or last is None or (last.shape, last.dtype) != (now.shape, now.dtype):
+            now, last = module._buffers.get(own), self._last.get(name)
+            if last is not None and (now is None or nature(now) != nature(last)):
                 del self._places[name]
                 what = "was removed" if now is None else f"became {now.dtype} {list(now.shape)}"
                 self._findings.remark(
                     f"the buffer {name!r} {what} during training; the memory holds what it was "
                     "before"
                 )
-                continue
-            else:
-                same = torch.equal(now, last)
-            if not same:
-                self._last[name] = now.clone()
-                found.append((name, self._last[name]))
+            elif now is not None and (with_large or now.numel() <= SMALL):
+                now = now.detach().cpu()
+                if last is None or not torch.equal(now, last):
+                    self._last[name] = now.clone()
+                    found.append((name, self._last[name]))
         return found
 
     def describe(self) -> list[dict[str, Any]]:
@@ -393,6 +385,11 @@ class Buffers:
             }
             for name, buffer in self._model.named_buffers()
         ]
+
+
+def nature(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """What of a buffer the memory's description says."""
+    return tensor.shape, tensor.dtype
 
 
 def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:

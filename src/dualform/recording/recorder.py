@@ -350,6 +350,8 @@ class Recorder:
             self._findings.remark(f"the training loop was ended by {kind.__name__}")
         try:
             parts.passes.finish()
+            if updates.is_open:
+                updates.break_off()
             if updates.is_under_way:
                 updates.close_step()
             if updates.find_edits(is_over=True):  # the memory ends with what the model is now

@@ -52,8 +52,9 @@ class Resumption:
 
     @property
     def phases(self) -> list[dict[str, Any]]:
-        """What the memory says of its stretches so far."""
-        return [known._asdict() for known in self.memory.phases]
+        """What the memory says of its stretches so far; those that were cut off never were."""
+        steps = self.memory.steps
+        return [known._asdict() for known in self.memory.phases if known.first_step <= steps]
 
     def compare(self, model: nn.Module, sites: Mapping[Layer, Site], options: Options) -> None:
         """Raise `RecordingError` naming the first difference between model and memory."""
@@ -82,7 +83,7 @@ class Resumption:
         memory = self.memory
         weights, remembered = self._marks
         steps = [place + 1 for place in states.find(weights)]
-        if self._is_initial(watch):
+        if not memory.steps or self._is_initial(watch):
             steps.insert(0, 0)
         if not steps:
             raise RecordingError(

@@ -63,7 +63,7 @@ class Updates:
         self._settled_passes: dict[int, int] = {}
         self._kinds: set[type] = set()
         self._is_seen, self._is_known = True, np.zeros(0, bool)
-        self._shaken = np.zeros(len(watch), bool)
+        self._shaken, self._broken = np.zeros((2, len(watch)), bool)
         self._wrappers: set[int] = set()
         self._listed = 0
         self.line = Line.blank(0)
@@ -115,8 +115,8 @@ class Updates:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients: now or, given a closure, after its last backward pass."""
-        if self._open and self._open[-1] is optimizer:  # its last update was broken off
-            self._open.clear()
+        if self._open and self._open[-1] is optimizer:
+            self.break_off()
         for outer in self._open:  # one step runs inside another: the outer one only wraps
             if outer in self.optimizers:
                 self.optimizers.remove(outer)
@@ -139,6 +139,14 @@ class Updates:
         if len(args) > 1:
             return (args[0], closure_then_look, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_look}
+
+    def break_off(self) -> None:
+        """An exception ended an update: of what it was moving nothing is known."""
+        self._open.clear()
+        self._broken[[w.index for w in self._moving]] = True
+        self._moving = []
+        if not self._moved:
+            self.begin_line()
 
     @np.errstate(over="ignore", invalid="ignore")  # numbers of a run that diverges
     def look(self, optimizer: Optimizer) -> None:
@@ -170,7 +178,6 @@ class Updates:
                 fresh.append(remembers_nothing(optimizer.state.get(p)))
                 if is_summing:
                     project(gradient, w)
-        self._moving = moving
         indices = [w.index for w in moving]
         if self._calls == 1:
             self._follow_owners(optimizer, moving)
@@ -183,6 +190,7 @@ class Updates:
         by_examples = [w for w in moving if w.by_examples and explained[w.index]]
         self.keeper.keep_gradients(self.step, by_examples, unscaled(optimizer))
         self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
+        self._moving = moving  # unless the audit stopped the update
 
     def _moves_again(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is about to move what has moved in this step: then it is over."""
@@ -202,9 +210,10 @@ class Updates:
     def find_edits(self, is_over: bool) -> bool:
         """Find what was changed since the last update: after this step, if it has moved in it."""
         states = self.keeper.states
-        changed = states.changed() | states.exchanged()
+        changed = states.changed() | states.exchanged() | self._broken
+        self._broken[:] = False
         if changed.any():
-            after = self.line.moved | (is_over and self.is_under_way)
+            after = (self.line.moved | is_over) & self.is_under_way
             for edited, step in ((changed & ~after, self.step), (changed & after, self.step + 1)):
                 if edited.any():
                     self._write_down_edit(edited, step)
@@ -219,6 +228,8 @@ class Updates:
         """Something was changed: put back to a recorded step, or a remainder begins here."""
         edited = [self.watch.parameters[i] for i in np.flatnonzero(changed)]
         back = self.keeper.states.restored()
+        if back == step:  # an update was broken off before it began
+            return
         if back is not None:
             self.findings.remark(
                 f"before step {step} weights and optimizer were put back to what they were "
