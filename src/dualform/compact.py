@@ -30,13 +30,12 @@ from dualform.certificate.checks import verify
 from dualform.certificate.report import Verification
 from dualform.errors import RecordingError
 from dualform.memory import LayerMemory, Memory, MemoryWriter, SegmentContent
-from dualform.memory.content import REFERENCES, SCALES, USE
+from dualform.memory.content import REFERENCES, ROWS, SCALES
 from dualform.memory.files import MANIFEST, SEGMENTS, local_path
-from dualform.memory.liveness import LOCK, Progress
+from dualform.memory.liveness import PROGRESS, Progress
 from dualform.memory.narrowing import lost_in_use, narrowed
 from dualform.memory.rewriting import content_of, joined
 from dualform.memory.segments import Segment
-from dualform.memory.tensor_files import tensor_bytes
 from dualform.memory.writing import clear_directory
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -188,7 +187,7 @@ class _Thinning:
         """Read a segment back, without what is not wanted."""
         content = content_of(self._memory.opened, segment)
         for name in self._gone:
-            for of_layers in (content.rows, content.uses, content.shapes, content.lost):
+            for of_layers in (content.rows, content.uses, content.lost):
                 of_layers.pop(name, None)
         for name in content.rows.keys() & set(self._alone):
             content.lost.pop(name, None)
@@ -216,10 +215,9 @@ class _Thinning:
         """Put a layer's rows into 16 bits, where it was trained in more; measure what was lost."""
         name, parts = layer.name, dict(content.rows[layer.name])
         rounded: dict[str, Tensor] = {}
-        for part, found in list(parts.items()):
-            if found.dtype != layer.dtype or layer.dtype.itemsize <= 2:
+        for part, rows in list(parts.items()):
+            if rows.dtype != layer.dtype or layer.dtype.itemsize <= 2:
                 continue
-            rows = segment.read_rows(name, part, found.shape[1], (layer.dtype,), slice(None))
             is_scaled = part != "keys" and self._stored == torch.float16
             made = narrowed(rows, self._stored, scaled=is_scaled)
             if part == "keys" and name in segment.distinct:
@@ -228,9 +226,9 @@ class _Thinning:
                 self._wide[name] = self._wide.get(name, 0) + 1
                 rounded[part] = rows
                 continue
-            parts[part], rounded[part] = tensor_bytes(part, made[0]), made[0].to(layer.dtype)
+            parts[part], rounded[part] = made[0], made[0].to(layer.dtype)
             if made[1] is not None:
-                parts[part + SCALES] = tensor_bytes("", made[1])
+                parts[part + SCALES] = made[1]
                 rounded[part] *= made[1][:, None].to(layer.dtype)
         content.rows[name] = list(parts.items())
         if "error_signals" in rounded:
@@ -241,7 +239,7 @@ class _Thinning:
                 numbers = segment.read_rows(name, REFERENCES, None, (torch.int32,), here).long()
                 is_held = torch.tensor(self._held[name])[numbers]
                 xs = torch.where(is_held[:, None], x.to(self._stored).to(x.dtype), x)
-            ends = np.cumsum(content.uses[name][:, USE.index("rows")]).tolist()
+            ends = np.cumsum(content.uses[name][:, ROWS]).tolist()
             uses = [slice(*ends_of) for ends_of in pairwise([0, *ends])]
             content.lost[name] = self._lost(layer, uses, (x, d), (xs, ds))
 
@@ -341,6 +339,6 @@ def _take_away(path: Path, existed: bool) -> None:
     clear_directory(path)
     with contextlib.suppress(OSError):
         (path / SEGMENTS).rmdir()
-        (path / LOCK).unlink()
+        (path / PROGRESS).unlink()
         if not existed:
             path.rmdir()

@@ -200,8 +200,7 @@ class _Plan(NamedTuple):
         """Carry on what two steps took to all of them."""
         sizes = defaultdict[str, int](int)
         for segment in memory.opened.segments:
-            for name in segment.file.names:
-                place = segment.file.place(name)
+            for name, place in segment.file.places.items():
                 sizes[name] += place.stop - place.start
 
         def family(prefix: str) -> int:

@@ -36,7 +36,7 @@ def test_attention_is_the_same_without_error_signals(run: Any, alone: Any, diffe
     one, full = alone.dual.attend(example=5)["fc2"], run.dual.attend(example=5)["fc2"]
     assert one.top(5).rows() == full.top(5).rows()
     for segment in alone.memory.opened.segments:
-        assert not [n for n in segment.file.names if "error_signals" in n]
+        assert not [n for n in segment.file.places if "error_signals" in n]
 
 
 @pytest.mark.parametrize("which", ["alone", "partly"])

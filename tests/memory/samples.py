@@ -21,9 +21,8 @@ from dualform.errors import DualFormError
 from dualform.layers import Layer, of
 from dualform.learning_rules import read_setting
 from dualform.memory import Memory, MemoryWriter, SegmentContent, environment
-from dualform.memory.content import LOG
+from dualform.memory.content import LOG, use_table
 from dualform.memory.narrowing import narrowed
-from dualform.memory.tensor_files import tensor_bytes
 
 LAYERS = [
     (Layer("fc1", "linear", "fc1.weight", "fc1.bias", 6, 4, (4, 6)), "patterns"),
@@ -122,8 +121,9 @@ class Sample:
                 self.truth.step.setdefault(layer.name, []).extend([step] * n)
                 known = labels[start:] if tagged >= 0 else [None] * n
                 self.truth.label.setdefault(layer.name, []).extend(known)
-        content.uses = {layer: np.array(lines) for layer, lines in uses.items()}
-        content.shapes = {"tokens": [(1, self.rows)] * len(uses.get("tokens", []))}
+        for layer, lines in uses.items():
+            shape = (1, self.rows) if layer == "tokens" else (self.rows,)
+            content.uses[layer] = use_table(lines, [shape] * len(lines))
         if labels:
             code = content.first_step and len(self.truth.kept) and self.codes
             self.codes = (code or 0) + 1
@@ -168,7 +168,7 @@ class Sample:
                 assert made is not None
                 narrow, scales = made
                 if scales is not None:
-                    found.append((f"{part}.scales", tensor_bytes("", scales)))
+                    found.append((f"{part}.scales", scales))
                     rows_back = narrow.float() * scales[:, None]
                 else:
                     rows_back = narrow.float()
@@ -179,8 +179,8 @@ class Sample:
             (self.truth.written if to is None else to).setdefault(name, []).append(rows_back)
             if layer == "fc1" and part == "keys":
                 narrow, references = self.folded(narrow)
-                found.append(("keys.references", tensor_bytes("", references)))
-            found.append((part, tensor_bytes("", narrow)))
+                found.append(("keys.references", references))
+            found.append((part, narrow))
         return found
 
     def folded(self, rows: Tensor) -> tuple[Tensor, Tensor]:

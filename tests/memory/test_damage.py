@@ -20,7 +20,7 @@ from dualform.errors import DualFormError, MemoryFileError
 from dualform.memory import Memory, MemoryWriter
 from dualform.memory.fields import seal, unseal
 from dualform.memory.files import LINES, MANIFEST
-from dualform.memory.liveness import LOCK, PROGRESS
+from dualform.memory.liveness import PROGRESS
 from dualform.memory.tensor_files import CHECKSUM_BLOCK
 
 
@@ -78,7 +78,7 @@ def test_flipped_bits_give_the_same_numbers_or_an_error(tmp_path: Path, stored: 
     rng = np.random.default_rng(1)
     found = 0
     for path in sorted((tmp_path / "run").rglob("*")):
-        if not path.is_file() or path.name == LOCK:
+        if not path.is_file():
             continue
         content = path.read_bytes()
         for bit in rng.integers(0, 8 * len(content), 12).tolist():
@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_found_by_each_way_to_read_it(tmp_path: Path) -> None:
     writer.release()
     memory = Memory.open(tmp_path / "run")
     segment = memory.opened.segments[0]
-    place = segment.file.place("rows/tags/weight")
+    place = segment.file.places["rows/tags/weight"]
     path, low = segment.path, place.start + 4 * 6 * 1000
     assert place.stop - place.start < CHECKSUM_BLOCK < segment.bytes
     flip(path, 8 * low + 30)
@@ -183,19 +183,18 @@ def test_two_segments_cannot_change_places(tmp_path: Path) -> None:
 
 def forge(run: Path, change: Callable[[dict[str, Any]], None], name: str = LINES) -> None:
     """Change what the manifest or every line says, and seal it again."""
-    manifest = unseal("manifest", (run / MANIFEST).read_bytes())
-    lines = (run / LINES).read_bytes().splitlines(keepends=True)
-    entries = [unseal("segment", line) for line in lines]
+    manifest, _ = unseal("manifest", (run / MANIFEST).read_bytes())
+    after = before = zlib.crc32(manifest["run"].encode())
     if name == MANIFEST:
         change(manifest)
         (run / MANIFEST).write_bytes(seal("manifest", manifest))
         return
-    after = zlib.crc32(manifest["run"].encode())
     written = b""
-    for entry in entries:
+    for known in (run / LINES).read_bytes().splitlines(keepends=True):
+        entry, before = unseal("segment", known, before)
         change(entry)
-        line = seal("segment", entry | {"after": after})
-        after, written = zlib.crc32(line), written + line
+        line = seal("segment", entry, after)
+        after, written = int(line[9 : line.index(b",")]), written + line
     (run / LINES).write_bytes(written)
 
 
@@ -234,8 +233,8 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
 def test_hostile_fields_are_refused_or_harmless(tmp_path: Path, name: str) -> None:
     write(tmp_path / "run", (2, 1))
     kept = {n: (tmp_path / "run" / n).read_bytes() for n in (MANIFEST, LINES)}
-    what = "manifest" if name == MANIFEST else "segment"
-    entry = unseal(what, kept[name].splitlines(keepends=True)[0])
+    line = json.loads(kept[name].splitlines()[0])
+    entry = line["manifest" if name == MANIFEST else "segment"]
     rng = np.random.default_rng(0)
     places = paths(entry)
     for _ in range(700):
@@ -303,8 +302,8 @@ def test_tensors_that_say_what_cannot_be_are_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     segment = Memory.open(run).opened.segments[1]
     places = [
-        segment.file.place(name)
-        for name in segment.file.names
+        segment.file.places[name]
+        for name in segment.file.places
         if name.startswith(("columns/", "log/", "kept/")) or "references" in name
     ]
     path, rng = segment.path, np.random.default_rng(0)

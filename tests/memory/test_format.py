@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.memory.samples import write
 
 from dualform.memory import Memory
 from dualform.memory.directions import direction, signs
-from dualform.memory.fields import as_runs, from_runs, quoted, unquoted
+from dualform.memory.fields import quoted, unquoted
 
 
 def test_segments_are_ordinary_safetensors_files(tmp_path: Path) -> None:
@@ -25,6 +26,32 @@ def test_segments_are_ordinary_safetensors_files(tmp_path: Path) -> None:
             families = {name.partition("/")[0] for name in f.keys()}  # noqa: SIM118
             assert families <= {"rows", "columns", "log", "kept", "padding"}
     assert torch.equal(torch.cat(found), torch.cat(truth.signals["fc1"]))
+
+
+def test_the_page_names_what_is_on_disk(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/memory-format.md").read_text(encoding="utf-8")
+    said = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL)))
+    said |= {"name", "shape", "dtype"}
+    write(tmp_path / "run", (2, 3), stored="float16")
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())["manifest"]
+    assert {*manifest, *manifest["phases"][0], *manifest["parameters"][0]} <= said
+    for line in (tmp_path / "run/segments.jsonl").read_text().splitlines():
+        segment = json.loads(line)["segment"]
+        assert {*segment, *segment["news"]} <= said
+        with safetensors.safe_open(tmp_path / "run/segments" / segment["file"], "pt") as f:
+            names = set(f.keys())
+        assert {name for name in names if name.startswith("kept/")} == segment["kept"].keys()
+        assert {name.removeprefix("log/") for name in names if name.startswith("log/")} <= said
+        columns = {name.split("/")[1] for name in names if name.startswith("columns/")}
+        assert columns == {"uses", "tags", "lost"}
+        for name in names:
+            family, _, rest = name.partition("/")
+            part = rest.rpartition("/")[2]
+            if family == "rows":
+                assert {part, f"rows/LAYER/{part}", f"…/{part}"} & said or part.endswith(".scales")
+    assert {f.name for f in (tmp_path / "run").iterdir()} <= {
+        "manifest.json", "segments.jsonl", "segments", "progress"
+    }  # fmt: skip
 
 
 def test_directions_never_change() -> None:
@@ -51,15 +78,6 @@ def test_directions_of_a_memory_are_those_of_its_parameters(tmp_path: Path) -> N
     steps = memory.direction("steps")
     assert steps is not None
     assert steps.shape == (4,)
-
-
-def test_runs_say_any_rising_numbers() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        numbers = np.unique(rng.integers(0, 40, rng.integers(0, 30))).tolist()
-        runs = from_runs(as_runs(numbers), 0, 39)
-        assert [n for run in runs for n in run] == numbers
-    assert as_runs(range(0, 10_000, 64)) == [[0, 157, 64]]
 
 
 def test_names_are_quoted_and_back() -> None:

@@ -18,7 +18,7 @@ from tests.memory.samples import (
 )
 
 from dualform.memory import Memory, MemoryWriter
-from dualform.memory.content import LOG
+from dualform.memory.content import LOG, use_table
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
@@ -101,8 +101,9 @@ def test_uses_say_where_their_rows_are(tmp_path: Path) -> None:
 def test_calls_are_counted_in_their_pass(tmp_path: Path) -> None:
     sample = Sample()
     content = sample.content(1)
-    content.uses["a/b%2F"] = np.array(
-        [[0, 0, 17, 1, 2, 1, -1], [0, 0, 4, 1, 1, 1, -1], [0, 1, 29, 1, 2, 1, -1]]
+    content.uses["a/b%2F"] = use_table(
+        [[0, 0, 17, 1, 2, 1, -1, 0], [0, 0, 4, 1, 1, 1, -1, 0], [0, 1, 29, 1, 2, 1, -1, 0]],
+        [(2,), (1,), (2, 1)],
     )
     writer = MemoryWriter(tmp_path / "run")
     writer.begin(description())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dualform.layers import kinds
 from dualform.memory import LayerMemory
-from dualform.memory.distinct import DistinctKeys
+from dualform.memory import DistinctKeys
 from dualform.memory.layer import Block
 
 BLOCK = 4096

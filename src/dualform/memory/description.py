@@ -1,11 +1,8 @@
 """What a memory says of the recorded model: parameters, layers, buffers, columns, remarks.
 
 The manifest says what was known when recording began; what came to be known later (a layer that was
-first used, a new setting, a remark) stands in the line of the segment that it came with. So the
-state of things after any number of segments is the manifest and so many lines, read in order.
-
-Why it is hard: none of it is trusted. What is not as it should be raises one of `fields.WRONG`
-here, and the memory is not opened.
+first used, a new setting, a remark) stands in the line of the segment that it came with. None of it
+is trusted: what is not as it should be raises one of `fields.WRONG`, and nothing is opened.
 """
 
 from __future__ import annotations
@@ -26,13 +23,13 @@ COLUMN_KINDS = ("int", "float", "bool", "string")
 OWN_COLUMNS = ("position", "microbatch", "call")
 """What every pattern has besides its step and its tags."""
 
+_LISTS, _NAMES = ("settings", "layers", "events", "remarks"), ("columns", "strings", "coverage")
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the recorded model: how it is kept (`KEEP`), and why, if that was not asked.
-
-    `index` is its place in the log.
-    """
+    """A parameter of the model: how it is kept (`KEEP`), and why, if that was not asked for; its
+    place in the log; the layers that it belongs to."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,11 +49,6 @@ class Parameter:
         """How many columns it has as that matrix."""
         return prod(self.shape[1:])
 
-    @property
-    def eps(self) -> float:
-        """The relative rounding of its arithmetic."""
-        return float(torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else 0.0
-
 
 class Buffer(NamedTuple):
     """A buffer of the recorded model."""
@@ -67,26 +59,21 @@ class Buffer(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """One time that recording began: "started" or "resumed", when (UTC), and from which step.
-
-    `rewound_from` is the step the memory had come to, where later ones were dropped.
-    """
+    """One time that recording began: "started" or "resumed", when (UTC), and from which step. The
+    memory had come to `rewound_from`; on threads, machine and torch the last bits depend."""
 
     first_step: int
     began: str
     when: str
     rewound_from: int | None
     threads: int = 0
-    """How many threads torch computed with; the last bits of a sum depend on it, and on …"""
     machine: str = ""
     torch: str = ""
 
 
 class Event(NamedTuple):
-    """What happened to parameters by other means than an update that patterns explain.
-
-    It is of the state after `step` updates. A "rewind" put back the state after `to` updates.
-    """
+    """What happened to parameters by other means than an update that patterns explain, after `step`
+    updates. A "rewind" put back the state after `to` updates."""
 
     step: int
     parameters: tuple[str, ...]
@@ -106,50 +93,45 @@ class Description:
     """Everything a memory says of its model, after the lines that were added."""
 
     def __init__(self, manifest: dict[str, Any]) -> None:
-        self.closed = exactly(bool, manifest["closed"])
-        self.every = count(manifest["every"])
+        self.closed, self.every = exactly(bool, manifest["closed"]), count(manifest["every"])
         self.stored = dtype(manifest["stored"])
         if not self.every or not self.stored.is_floating_point:
             raise ValueError(f"every {self.every} steps, rows in {self.stored}")
         self.parameters: dict[str, Parameter] = {}
         for index, entry in enumerate(exactly(list, manifest["parameters"])):
-            keep, why = chosen(entry["keep"], KEEP), exactly(str, entry.get("why", ""))
-            parameter = Parameter(*_tensor(entry), keep, why, index)
+            parameter = Parameter(*_tensor(entry), *_kept_as(entry), index)
             if self.parameters.setdefault(parameter.name, parameter) is not parameter:
                 raise ValueError(f"{parameter.name!r} occurs twice")
-        self.buffers: dict[str, Buffer] = {}
-        self._add_buffers(manifest["buffers"])
+        buffers = map(_tensor, exactly(list, manifest["buffers"]))
+        self.buffers = {buffer.name: buffer for buffer in buffers}
         self.environment = exactly(dict, manifest["environment"])
         self.phases = tuple(map(_phase, exactly(list, manifest["phases"])))
         self.layers: dict[str, KeptLayer] = {}
         self.tags: dict[str, str] = {}
         self.strings: dict[str, list[str]] = {}
         self.events: list[Event] = []
-        self.remarks: list[str] = texts(manifest.get("remarks", []))
+        self.remarks = texts(manifest.get("remarks", []))
         self.settings: list[Any] = []
         """As JSON: a schedule brings one for every step, and few readers want them."""
 
     def add(self, news: dict[str, Any]) -> None:
         """Take in what a line says that the ones before did not."""
-        self.settings += exactly(list, news.get("settings", []))
-        self._add_buffers(news.get("buffers", []))
-        for entry in exactly(list, news.get("layers", [])):
+        lists = {what: exactly(list, news.get(what, [])) for what in _LISTS}
+        names = {what: exactly(dict, news.get(what, {})).items() for what in _NAMES}
+        self.settings += lists["settings"]
+        for entry in lists["layers"]:
             self._add_layer(exactly(dict, entry))
-        for name, kind in exactly(dict, news.get("columns", {})).items():
+        for name, kind in names["columns"]:
             if name in (*OWN_COLUMNS, "step") or self.tags.get(name, kind) != kind:
                 raise ValueError(f"a column {name!r} of kind {kind!r:.50}")
             self.tags[name] = chosen(kind, COLUMN_KINDS)
-        for name, strings in exactly(dict, news.get("strings", {})).items():
+        for name, strings in names["strings"]:
             self.strings.setdefault(name, []).extend(texts(strings))
-        for name, covered in exactly(dict, news.get("coverage", {})).items():
-            keep, why = chosen(covered["keep"], KEEP), exactly(str, covered["why"])
+        for name, entry in names["coverage"]:
+            keep, why = _kept_as(entry)
             self.parameters[name] = replace(self.parameters[name], keep=keep, why=why)
-        self.events += [self._event(entry) for entry in exactly(list, news.get("events", []))]
-        self.remarks += [_remark(entry) for entry in exactly(list, news.get("remarks", []))]
-
-    def _add_buffers(self, entries: Any) -> None:
-        buffers = [Buffer(*_tensor(entry)) for entry in exactly(list, entries)]
-        self.buffers |= {buffer.name: buffer for buffer in buffers}
+        self.events += [self._event(entry) for entry in lists["events"]]
+        self.remarks += [_remark(entry) for entry in lists["remarks"]]
 
     def _add_layer(self, entry: dict[str, Any]) -> None:
         keep = chosen(entry["keep"], KEEP[:3])
@@ -165,25 +147,32 @@ class Description:
             self.parameters[name] = replace(known, layers=layers)
 
     def _event(self, entry: dict[str, Any]) -> Event:
-        step, to = count(entry["step"]), entry.get("to")
-        names = tuple(texts(entry["parameters"]))
+        step, to, names = count(entry["step"]), _step(entry.get("to")), texts(entry["parameters"])
         if not self.parameters.keys() >= set(names):
             raise ValueError(f"an event of parameters {names!r:.100}")
-        if (to is not None and count(to) > step) or (entry["what"] == "rewind") != (to is not None):
+        if (to is not None and to > step) or (entry["what"] == "rewind") != (to is not None):
             raise ValueError(f"a {entry['what']!r:.50} of step {step} to {to}")
-        return Event(step, names, exactly(str, entry["what"]), exactly(str, entry["why"]), to)
+        what, why = texts([entry["what"], entry["why"]])
+        return Event(step, tuple(names), what, why, to)
 
 
-def _tensor(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], torch.dtype]:
-    return exactly(str, entry["name"]), shape(entry["shape"]), dtype(entry["dtype"])
+def _tensor(entry: dict[str, Any]) -> Buffer:
+    return Buffer(exactly(str, entry["name"]), shape(entry["shape"]), dtype(entry["dtype"]))
+
+
+def _kept_as(entry: dict[str, Any]) -> tuple[str, str]:
+    return chosen(entry["keep"], KEEP), exactly(str, entry.get("why", ""))
+
+
+def _step(value: Any) -> int | None:
+    return None if value is None else count(value)
 
 
 def _phase(entry: dict[str, Any]) -> Phase:
-    rewound, began = entry.get("rewound_from"), chosen(entry["began"], ("started", "resumed"))
-    rewound_from = None if rewound is None else count(rewound)
-    texts = (exactly(str, entry.get(name, "")) for name in ("machine", "torch"))
-    when, threads = exactly(str, entry["when"]), count(entry.get("threads", 0))
-    return Phase(count(entry["first_step"]), began, when, rewound_from, threads, *texts)
+    first, rewound = count(entry["first_step"]), _step(entry.get("rewound_from"))
+    began, threads = chosen(entry["began"], ("started", "resumed")), count(entry.get("threads", 0))
+    when, *where = texts([entry["when"], entry.get("machine", ""), entry.get("torch", "")])
+    return Phase(first, began, when, rewound, threads, *where)
 
 
 def _remark(entry: Any) -> str:

@@ -1,9 +1,8 @@
 """The fixed directions along which parameters and their gradients are looked at.
 
 Recorder and readers make them anew from a parameter's place in the memory, so none is stored. They
-must never change: a memory's fingerprints are sums along them. Why it is hard: a library's random
-numbers may be drawn otherwise in its next version. Philox itself cannot: its raw 64-bit words are
-fixed by its definition, and what is made of them here is exact in float64.
+must never change, and a library's random numbers may be drawn otherwise in its next version. Raw
+words of Philox cannot: they are fixed by its definition, and what is made of them is exact.
 
 A direction's entries are ±[0.5, 1.5]/√width: no entry is missed, and no exchange of two goes
 unseen as it would with plain signs.

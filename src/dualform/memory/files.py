@@ -4,14 +4,13 @@
       manifest.json                what the memory is; written at its begin, resume and close
       segments.jsonl               one sealed line per committed segment, only ever appended to
       segments/000000.safetensors  rows, columns, log, kept states of some steps
-      progress                     the number of updates completed, kept current at every step
-      writer.lock                  held by the recorder while it lives
+      progress                     the number of updates completed; locked by a living recorder
 
 A segment exists only once its line does: the file is written and synced first, then the line is
 appended and synced. So a run killed at any moment leaves a memory that ends at its last commit, and
-a commit costs the same however long the run. A line that was being appended is torn; it is the last
-one, and has no end. Every line holds the checksum of the one before it, and the first that of the
-run's own number: a line that is missing, or of another memory, shows.
+a commit costs the same however long the run. A line that was being appended is torn: it has no end.
+The checksum of every line goes on from that of the one before it, and the first from the run's own
+number: a line that is missing, or of another memory, shows.
 
 Why it is hard: a reader may come at any moment, between any two of a writer's acts. So the manifest
 is read again after the lines, and both once more if it was replaced meanwhile.
@@ -28,9 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualform.errors import MemoryFileError, RecordingError
-from dualform.memory.checksums import crc32
-from dualform.memory.fields import WRONG, exactly, seal, unseal
-from dualform.memory.liveness import LOCK, PROGRESS
+from dualform.memory.fields import WRONG, crc32, damaged, exactly, reading, seal, unseal
 
 FORMAT = "dualform memory"
 SCHEMA = 2
@@ -39,35 +36,26 @@ MANIFEST = "manifest.json"
 LINES = "segments.jsonl"
 SEGMENTS = "segments"
 TEMPORARY = ".tmp"
-OWN_NAMES = frozenset(
-    {MANIFEST, MANIFEST + TEMPORARY, LINES, LINES + TEMPORARY, SEGMENTS, PROGRESS, LOCK}
-)
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` are called."""
 
 URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)
-"""How an address begins, `s3://…`; one slash is left of two where it has been made a path."""
-
 NO_VALUE = int(np.iinfo(np.int64).min)
 """What an integer column holds for a pattern that has no value there."""
 
-TRIES = 3
-
 
 class Committed(NamedTuple):
-    """What a directory says of itself at one moment: the manifest, the lines, what is torn."""
+    """What a directory says of itself at one moment, by which bytes; whether a commit is torn."""
 
     manifest: dict[str, Any]
     entries: list[dict[str, Any]]
-    torn: int
-    """How many bytes follow the last whole line: a commit that was cut off."""
+    is_torn: bool
     content: bytes
-    """The manifest and all whole lines, as they lie on disk."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Where a memory is to be written; `RecordingError` if that is an address, no directory."""
-    if URL.match(os.fspath(path)):
+    if URL.match(os.fspath(path)):  # of s3://…, one slash is left where it has been made a path
         raise RecordingError(
             f"{os.fspath(path)} was given as the place of a memory, which looks like a URL; "
             "expected a directory on this machine. Write into one and copy it from there: a memory "
@@ -107,91 +95,68 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def first_link(manifest: dict[str, Any]) -> int:
-    """The checksum that a memory's first line holds."""
+    """What the checksum of a memory's first line goes on from."""
     return crc32(exactly(str, manifest["run"]).encode())
 
 
 def read_committed(directory: Path) -> Committed:
     """What is committed in a directory; `MemoryFileError` for anything that is no sound memory."""
-    for _ in range(TRIES):
-        content = _content(directory, MANIFEST)
-        try:
-            return _read_lines(directory, _manifest(directory / MANIFEST, content), content)
-        except MemoryFileError:
-            if _content(directory, MANIFEST) == content:
-                raise
-    raise MemoryFileError(
-        f"{directory} was rewritten again and again while it was read; expected a memory at rest. "
-        "Open it again in a moment"
-    )
+    content = _content(directory, MANIFEST)
+    try:
+        return _read_lines(directory, _manifest(directory / MANIFEST, content), content)
+    except MemoryFileError:
+        if _content(directory, MANIFEST) == content:
+            raise
+        return read_committed(directory)  # it was replaced meanwhile
 
 
 def _content(directory: Path, name: str) -> bytes:
-    path = directory / name
-    if not directory.is_dir():
-        raise MemoryFileError(
-            f"{directory} is {'not a directory' if directory.exists() else 'not there'}; expected "
-            "the directory of a memory, as given to dualform.record"
-        )
-    if not path.exists():
-        raise MemoryFileError(
-            f"{directory} holds no {name}: it is not a memory, or its recording died before "
-            "the first commit and there is nothing in it to read"
-        )
     try:
-        return path.read_bytes()
+        return (directory / name).read_bytes()
     except OSError as error:
-        raise MemoryFileError(f"{path} cannot be read: {error.strerror}") from error
+        why = f"holds no {name} that can be read: {error.strerror}"
+        if not directory.is_dir():
+            why = "is not there; expected the directory of a memory, as given to dualform.record"
+        elif isinstance(error, FileNotFoundError):
+            why = (
+                f"holds no {name}: it is not a memory, or its recording died before the first "
+                "commit and there is nothing in it to read"
+            )
+        raise MemoryFileError(f"{directory} {why}") from error
 
 
 def _manifest(path: Path, content: bytes) -> dict[str, Any]:
-    if FORMAT.encode() not in content:
+    said = re.search(rb'"schema": ?([0-9]{1,9})\b', content)
+    if FORMAT.encode() not in content or said is None:
         raise MemoryFileError(f"{path} is not the manifest of a dualform memory")
-    try:
-        manifest = unseal("manifest", content)
-        schema = manifest["schema"]
-    except WRONG as error:
-        said = re.search(rb'"schema": ?([0-9]{1,9})\b', content)
-        schema = SCHEMA if said is None else int(said[1])
-        if schema == SCHEMA:
-            raise _damaged(path, error) from error
-    if schema != SCHEMA or type(schema) is not int:
+    if int(said[1]) != SCHEMA:
         raise MemoryFileError(
-            f"{path} has schema version {schema!r:.50}; this dualform reads version {SCHEMA}. "
+            f"{path} has schema version {int(said[1])}; this dualform reads version {SCHEMA}. "
             "Read it with the version of dualform that wrote it"
         )
-    return manifest
+    with reading(path):
+        return unseal("manifest", content)[0]
 
 
 def _read_lines(directory: Path, manifest: dict[str, Any], sealed: bytes) -> Committed:
     """Read all lines; the last may be torn, in a memory that was not closed."""
-    path, length = directory / LINES, 0
-    content, entries = _content(directory, LINES), []
-    try:
+    path = directory / LINES
+    *lines, torn = _content(directory, LINES).split(b"\n")
+    entries: list[dict[str, Any]] = []
+    with reading(directory / MANIFEST):
         last = first_link(manifest)
-        while (end := content.find(b"\n", length) + 1) > 0:
-            line = content[length:end]
-            entry = unseal("segment", line)
-            if entry["after"] != last:
-                raise ValueError("it does not follow the line before it")
-            entries.append(entry)
-            length, last = end, crc32(line)
-    except WRONG as error:
-        raise _damaged(f"line {len(entries) + 1} of {path}", error) from error
-    torn = content[length:]
+    for line in lines:
+        with reading(f"line {len(entries) + 1} of {path}"):
+            entry, last = unseal("segment", line + b"\n", last)
+        entries.append(entry)
     with contextlib.suppress(*WRONG):
-        unseal("segment", torn[:-1] + b"\n")  # no torn line has all but its last character
-        raise _damaged(f"line {len(entries) + 1} of {path}", "its end was changed")
+        unseal("segment", torn[:-1] + b"\n", last)  # no torn line has all but its last character
+        raise damaged(f"line {len(entries) + 1} of {path}", "its end was changed")
     listed = manifest.get("segments")
     if manifest.get("closed") is not False and (torn or listed != len(entries)):
         raise MemoryFileError(
             f"{path} has {len(entries)} whole lines, but the memory was closed with "
             f"{listed!r:.50}: it was truncated or exchanged. Restore it from a copy"
         )
-    return Committed(manifest, entries, len(torn), sealed + content[:length])
-
-
-def _damaged(what: object, why: object) -> MemoryFileError:
-    return MemoryFileError(
-        f"{what} is damaged: {why}. Restore it from a copy; the segments themselves may be unharmed"
-    )
+    whole = b"".join(line + b"\n" for line in lines)
+    return Committed(manifest, entries, bool(torn), sealed + whole)

@@ -4,14 +4,14 @@ One mechanism for all of them: the very bits of something, and after how many up
 *kept state* is a parameter's weights with what its optimizer remembered of it then, all of one
 segment; where a step was kept twice (an edit was found), the later state counts.
 
-Why it is hard: parameters are kept at different steps, some after every update, and there may be
-thousands of segments. So the lines say what is where, and only the file that has it is opened.
+Why it is hard: there may be thousands of segments, and some parameters are kept after every update.
+So the lines say what is where, and only the file that has it is opened.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import QueryError
-from dualform.memory.description import Buffer, Parameter
-from dualform.memory.segments import Segment
+from dualform.memory.fields import damaged, named
+from dualform.memory.segments import OpenedMemory, Segment
 
 State = dict[str, Any]
 """What an optimizer remembers of one parameter: tensors and plain numbers, by torch's own names."""
@@ -32,20 +32,13 @@ class Kept:
     before editing.
 
     Example:
-        >>> kept = df.Memory.open("runs/digits").kept          # doctest: +SKIP
-        >>> kept.steps("fc1.weight")                           # doctest: +SKIP
-        (0, 320, 600)
-        >>> kept.state("fc1.weight", 600).keys()               # doctest: +SKIP
-        dict_keys(['momentum_buffer'])
+        >>> kept = dualform.Memory.open("runs/digits").kept      # doctest: +SKIP
+        >>> kept.steps("fc1.weight"), kept.last("fc1.weight", 400)   # doctest: +SKIP
+        ((0, 320, 600), 320)
     """
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        parameters: Mapping[str, Parameter],
-        buffers: Mapping[str, Buffer],
-    ) -> None:
-        self._segments, self._parameters, self._buffers = segments, parameters, buffers
+    def __init__(self, opened: OpenedMemory) -> None:
+        self._opened = opened
         self._known: dict[tuple[str, str], dict[int, Segment]] = {}
 
     def steps(self, parameter: str) -> tuple[int, ...]:
@@ -55,8 +48,7 @@ class Kept:
     def last(self, parameter: str, at: int) -> int:
         """The last kept state at or before `at` updates."""
         steps = self.steps(parameter)
-        place = bisect_right(steps, at)
-        if not place:
+        if not (place := bisect_right(steps, at)):
             raise QueryError(
                 f"no state of {parameter!r} was kept at or before step {at}; those kept are of "
                 f"{_some(steps)}. Ask for a later step"
@@ -70,12 +62,12 @@ class Kept:
     def state(self, parameter: str, step: int) -> State:
         """What the optimizer remembered of it then, as it was; empty if there was nothing."""
         segment = self._segment(parameter, step)
-        found: State = dict(segment.plain.get((parameter, step), {}))
-        for what in segment.kept_names(parameter):
-            if what.startswith("state."):
-                for _, value in segment.kept(what, parameter, step):
-                    found[what.removeprefix("state.")] = value
-        return found
+        return {
+            what.removeprefix("state."): value
+            for what in segment.kept_of(parameter)
+            if what.startswith("state.")
+            for _, value in segment.kept(what, parameter, step)
+        }
 
     def gradient_steps(self, parameter: str) -> tuple[int, ...]:
         """In which updates its gradient was kept as it was, ascending."""
@@ -87,44 +79,38 @@ class Kept:
         return None if segment is None else self._tensor("gradient", parameter, step, segment)
 
     def fingerprints(self, parameter: str) -> tuple[NDArray[np.int64], Tensor]:
-        """Steps [k], and W v, m v and the size of rows then: float64 [k, 3, height].
-
-        Where an edit was found there are two of one step: before and after it.
-        """
-        known = self._known_parameter(parameter)
-        shape, steps, prints = (3, known.height), [], []
-        for segment in self._segments:
-            listed = segment.kept_steps("fingerprint", known.index)
-            found = list(segment.kept("fingerprint", parameter)) if listed else []
-            if sorted({step for step, _ in found}) != listed:
-                raise segment.wrong(f"the fingerprints of {parameter!r} are not those it lists")
-            for step, value in found:
-                if tuple(value.shape) != shape or value.dtype != torch.float64:
-                    raise segment.wrong(f"{parameter!r} has fingerprints of {tuple(value.shape)}")
+        """Steps [k], and W v, m v and the size of rows then: float64 [k, 3, height]. Where an edit
+        was found there are two of one step: before and after it."""
+        shape = (3, self._described("fingerprint", parameter).height)
+        steps, prints = [], [torch.empty(0, *shape, dtype=torch.float64)]
+        for segment in self._opened.segments:
+            for step, value in segment.kept("fingerprint", parameter):
                 steps.append(step)
-                prints.append(value)
-        none = torch.empty(0, *shape, dtype=torch.float64)
-        return np.array(steps, np.int64), torch.stack(prints) if prints else none
+                prints.append(_checked(value, shape, torch.float64, segment)[None])
+        return np.array(steps, np.int64), torch.cat(prints)
 
     def buffer(self, name: str, at: int) -> Tensor:
         """A buffer after so many updates: as it was when it last changed."""
-        if name not in self._buffers:
-            raise QueryError(
-                f"there is no buffer {name!r}; there are {', '.join(self._buffers) or 'none'}"
-            )
         where = self._where("buffer", name)
         step = max((step for step in where if step <= at), default=None)
         if step is None:
             raise QueryError(f"buffer {name!r} was kept of {_some(tuple(where))}, not by step {at}")
-        return self._there("buffer", name, step, where[step])
+        return self._tensor("buffer", name, step, where[step])
 
     def _where(self, what: str, name: str) -> dict[int, Segment]:
         """Which segment has what was kept at a step, ascending: the last, if several do."""
         if (what, name) not in self._known:
-            of = name if what == "buffer" else self._known_parameter(name).index
-            found = {step: s for s in self._segments for step in s.kept_steps(what, of)}
+            self._described(what, name)
+            segments = self._opened.segments
+            found = {step: s for s in segments for step in s.kept_steps(what, name)}
             self._known[what, name] = dict(sorted(found.items()))
         return self._known[what, name]
+
+    def _described(self, what: str, name: str) -> Any:
+        described = self._opened.description
+        if what == "buffer":
+            return named(described.buffers, name, what)
+        return named(described.parameters, name, "parameter")
 
     def _segment(self, parameter: str, step: int) -> Segment:
         where = self._where("weights", parameter)
@@ -136,23 +122,14 @@ class Kept:
         return where[step]
 
     def _tensor(self, what: str, name: str, step: int, segment: Segment) -> Tensor:
-        known, found = self._parameters[name], self._there(what, name, step, segment)
-        if tuple(found.shape) != known.shape or found.dtype != known.dtype:
-            seen = f"{found.dtype} {tuple(found.shape)}"
-            raise segment.wrong(f"{what} of {name!r}: {seen}, expected {known.dtype} {known.shape}")
-        return found
+        known, *values = self._described(what, name), *segment.kept(what, name, step)
+        return _checked(values[-1][1], known.shape, known.dtype, segment)
 
-    def _there(self, what: str, name: str, step: int, segment: Segment) -> Tensor:
-        for _, value in segment.kept(what, name, step):
-            return value
-        raise segment.wrong(f"it does not hold what its line lists of {name!r}, step {step}")
 
-    def _known_parameter(self, name: str) -> Parameter:
-        if name not in self._parameters:
-            raise QueryError(
-                f"there is no parameter {name!r}; there are {', '.join(self._parameters)}"
-            )
-        return self._parameters[name]
+def _checked(value: Any, shape: tuple[int, ...], dtype: torch.dtype, segment: Segment) -> Tensor:
+    if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
+        raise damaged(segment.path, f"it keeps {value!r:.100}, expected {dtype} {shape}")
+    return value
 
 
 def _some(steps: Sequence[int]) -> str:

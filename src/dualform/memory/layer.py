@@ -1,9 +1,12 @@
 """One layer's part of the memory: its keys and error signals, streamed block by block.
 
 The tensors handed out are mapped from disk: reading a block costs what the disk costs, and what was
-read can be forgotten by the system at any time. Why it is hard: rows may be stored in 16 bits, with
-or without scales, in another dtype in each segment, or as references to earlier ones. They come
-back in the dtype of training, so every reader sees the same numbers, only coarser.
+read can be forgotten by the system at any time. Keys that recur are stored once: a segment holds
+the rows that no earlier one had, and for every pattern the number of its row, counted through all.
+
+Why it is hard: rows may be stored in 16 bits, with or without scales, in another dtype in each
+segment, or as references to earlier ones. They come back in the dtype of training, so every reader
+sees the same numbers, only coarser. And a number that is wrong would be another pattern's key.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,86 +25,134 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.layers import kinds
-from dualform.memory.content import SCALES
-from dualform.memory.description import KeptLayer
-from dualform.memory.distinct import DistinctKeys
-from dualform.memory.patterns import Patterns
-from dualform.memory.segments import INTEGERS, Segment
-from dualform.memory.uses import Uses
+from dualform.memory.content import REFERENCES, SCALES
+from dualform.memory.patterns import Patterns, Uses
+from dualform.memory.segments import OpenedMemory, Segment
 
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
+PARTS = {"patterns": ("error_signals",), "keys": (), "examples": ("weight", "bias")}
+"""What there is of a layer's rows besides keys, by how it is kept."""
 
 
 class Block:
-    """Some consecutive patterns of a layer. The tensors are mapped: clone before editing them.
+    """Some consecutive patterns of a layer, read when they are asked for; None of what `blocks` was
+    not asked for. The tensors are mapped: clone before editing them."""
 
-    They are read when they are asked for, so skipping a block is free.
-    """
-
-    def __init__(
-        self, layer: LayerMemory, segment: Segment, start: int, here: slice, parts: Sequence[str]
-    ) -> None:
-        self.start, self.rows = start + here.start, here.stop - here.start
-        self._layer, self._segment, self._here, self._parts = layer, segment, here, parts
+    def __init__(self, layer: LayerMemory, low: int, high: int, parts: tuple[str, ...]) -> None:
+        self.start, self.rows = low, high - low
+        self._layer, self._here, self._parts = layer, (low, high), parts
 
     @cached_property
     def keys(self) -> Tensor | None:
-        """[rows, d_in], in the dtype of training (tokens: [rows, 1]); None if not asked for."""
-        return self._read("keys")
+        """[rows, d_in], in the dtype of training (tokens: [rows, 1])."""
+        return self._layer.read("keys", *self._here) if "keys" in self._parts else None
 
     @cached_property
     def error_signals(self) -> Tensor | None:
-        """[rows, d_out], in the dtype of training; None if not asked for."""
-        return self._read("error_signals")
+        """[rows, d_out], in the dtype of training."""
+        found = "error_signals" in self._parts
+        return self._layer.read("error_signals", *self._here) if found else None
 
     @property
     def narrow_keys(self) -> Tensor | None:
         """The keys as stored, where that is in 16 bits and one by one: to be widened on the way."""
-        if "keys" not in self._parts:
-            return None
-        return self._layer.narrow_keys(self._segment, self._here)
+        return self._layer.narrow_keys(*self._here) if "keys" in self._parts else None
 
-    def _read(self, part: str) -> Tensor | None:
-        if part not in self._parts:
-            return None
-        return self._layer.read_segment(self._segment, part, self._here)
+
+class DistinctKeys:
+    """The different keys of a layer, [rows, d_in], and which of them each pattern has."""
+
+    def __init__(self, layer: LayerMemory, segments: Sequence[Segment]) -> None:
+        self._name, self._segments = layer.name, [s for s in segments if layer.name in s.distinct]
+        self._starts = np.cumsum([0, *(s.distinct[layer.name] for s in self._segments)])
+        self._read, self._dtype = partial(layer.stored_rows, "keys"), layer.dtype_of("keys")
+
+    @property
+    def rows(self) -> int:
+        """How many different keys there are."""
+        return int(self._starts[-1])
+
+    @cached_property
+    def references(self) -> NDArray[np.int64]:
+        """The number of every pattern's key, [T]; of segments that hold references."""
+        known = [self.of_segment(segment) for segment in self._segments]
+        return np.concatenate([np.empty(0, np.int64), *known])
+
+    def of_segment(self, segment: Segment, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """The numbers of some of a segment's keys; checked, for they come from a file."""
+        stored = segment.read_rows(self._name, REFERENCES, None, (torch.int32,), rows)
+        known = self._starts[1 + self._segments.index(segment)]
+        numbers: NDArray[np.int64] = stored.to(torch.int64).numpy()
+        is_known = not len(numbers) or 0 <= numbers.min() <= numbers.max() < known
+        segment.need(is_known, f"layer {self._name!r} refers to other keys than the first {known}")
+        return numbers
+
+    def take(self, numbers: NDArray[np.int64]) -> Tensor:
+        """The keys of these numbers, [n, d_in], in the dtype of training."""
+        none = self._read(self._segments[0], slice(0, 0))  # proves the width
+        taken = torch.empty(len(numbers), none.shape[1], dtype=self._dtype)
+        part_of = np.searchsorted(self._starts, numbers, side="right") - 1
+        for part in np.unique(part_of).tolist():
+            here = np.flatnonzero(part_of == part)
+            local = numbers[here] - self._starts[part]
+            low = int(local.min())
+            stored = self._read(self._segments[part], slice(low, int(local.max()) + 1))
+            rows = stored[torch.from_numpy(local - low)]
+            taken[torch.from_numpy(here)] = rows.to(self._dtype)
+        return taken
+
+    def blocks(self, size: int = 4096) -> Iterator[tuple[int, Tensor]]:
+        """All different keys in order, (number of the first, [n, d_in]), `size` at a time."""
+        for start, segment in zip(self._starts.tolist(), self._segments, strict=False):
+            for low in range(0, segment.distinct[self._name], size):
+                yield start + low, self._read(segment, slice(low, low + size)).to(self._dtype)
+
+    def stored(self) -> Iterator[Tensor]:
+        """The rows as they lie on disk, segment by segment."""
+        for segment in self._segments:
+            yield self._read(segment, slice(None))
 
 
 class LayerMemory:
     """The patterns one layer was trained on: `keys` [T, d_in], `error_signals` [T, d_out].
 
     Example:
-        >>> fc1 = df.Memory.open("runs/digits").layer("fc1")   # doctest: +SKIP
+        >>> fc1 = dualform.Memory.open("runs/digits").layer("fc1")   # doctest: +SKIP
         >>> fc1.keys.shape, fc1.error_signals.shape, fc1.patterns["label"][:3]   # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        known: KeptLayer,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        segments: Sequence[Segment],
-        with_error_signals: Sequence[str],
-        patterns: Patterns,
-        uses: Callable[[], Uses],
-    ) -> None:
-        """`dtypes` are those of training and of storing."""
-        self.layer, self.keep = layer, _ = known
-        self.name, self.kind, self.weight, self.bias = (
-            layer.name, layer.kind, layer.weight, layer.bias,
-        )  # fmt: skip
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.shape, self.offset, self.bias_offset = layer.shape, layer.offset, layer.bias_offset
-        self.dtype, self.stored = dtypes
-        self._kind = kinds.of(layer.kind)
-        self.key_width = self._kind.key_width(layer)
-        self.rows_of = layer.rows_of
-        self._with_error_signals = tuple(with_error_signals)
-        self._segments = [s for s in segments if layer.name in s.rows]
-        self._starts: list[int] = np.cumsum(
-            [0, *(s.rows[layer.name] for s in self._segments)]
-        ).tolist()
-        self.patterns, self._uses = patterns, uses
+    name: str
+    kind: str
+    weight: str
+    bias: str | None
+    shape: tuple[int, ...]
+    offset: int
+    bias_offset: int
+    in_features: int
+    out_features: int
+    rows_of: Callable[[str], slice]
+
+    def __init__(self, opened: OpenedMemory, name: str) -> None:
+        described = opened.description
+        self.layer, self.keep = described.layers[name]
+        """What is recorded, and whether by "patterns", "keys" or "examples"."""
+        self.patterns = Patterns(opened, name)
+        self.dtype = described.parameters[self.layer.weight].dtype
+        """That of training; `stored` is that of patterns on disk, where it can hold them."""
+        is_narrow = described.stored in HALVES and self.dtype.itemsize > described.stored.itemsize
+        self.stored = described.stored if is_narrow else self.dtype
+        self.key_width = kinds.of(self.layer.kind).key_width(self.layer)
+        self._others = described.layers
+        self._segments = [s for s in opened.segments if name in s.rows]
+        self._starts: list[int] = np.cumsum([0, *(s.rows[name] for s in self._segments)]).tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        """What its `Layer` says of it, by the same name: those that are annotated above."""
+        if name in LayerMemory.__annotations__:
+            return getattr(self.layer, name)
+        raise AttributeError(f"a LayerMemory has no attribute {name!r}")
 
     @property
     def rows(self) -> int:
@@ -110,9 +163,8 @@ class LayerMemory:
         return self.rows
 
     def __repr__(self) -> str:
-        stored = str(self.stored).removeprefix("torch.")
-        what = {"patterns": "patterns", "keys": "keys alone", "examples": "examples"}[self.keep]
-        sizes = f"{self.in_features} to {self.out_features}"
+        what = {"keys": "keys alone"}.get(self.keep, self.keep)
+        sizes, stored = f"{self.in_features} to {self.out_features}", str(self.stored)[6:]
         return f"LayerMemory({self.name!r}: {self.rows:,} {what}, {self.kind}, {sizes}, {stored})"
 
     @property
@@ -124,9 +176,10 @@ class LayerMemory:
         """Raise `QueryError` unless the error signals of the patterns are kept."""
         if not self.has_error_signals:
             kept = "keys alone are" if self.keep == "keys" else "what each example wrote is"
+            whole = [name for name, (_, keep) in self._others.items() if keep == "patterns"]
             raise QueryError(
                 f"{what_for} needs error signals, but of layer {self.name!r} {kept} kept. Layers "
-                f"with error signals: {', '.join(self._with_error_signals) or 'none'}"
+                f"with error signals: {', '.join(whole) or 'none'}"
             )
 
     @property
@@ -135,49 +188,30 @@ class LayerMemory:
         return 0.0 if self.stored == self.dtype else float(torch.finfo(self.stored).eps)
 
     def lost(self, parameter: str) -> NDArray[np.float64]:
-        """What 16 bits lost of a parameter's gradient in every use: [uses, 2].
-
-        Along the signs, and by size, as the writer measured it; 0 where rows are exact.
-        """
-        self.rows_of(parameter)
+        """What 16 bits lost of a parameter's gradient in every use, along the signs and by size:
+        [uses, 2], as the writer measured it; 0 where rows are exact."""
         found = [s.lost(self.name, parameter) for s in self._segments]
         return np.concatenate([np.zeros((0, 2)), *found])
-
-    # -- its uses ----------------------------------------------------------------------------------
 
     @property
     def uses(self) -> Uses:
         """Every use of the layer: its step, pass, call, dtype, rows and leading shape."""
-        return self._uses()
+        return self.patterns.uses
 
     def uses_of(self, step: int) -> range:
         """Which uses a step has, as places in `uses`."""
         return self.uses.of_step(step)
 
-    # -- rows --------------------------------------------------------------------------------------
+    @property
+    def keys(self) -> Tensor:
+        """Every key x_t, [T, d_in] (tokens: int64, [T, 1]), in RAM; see also `blocks`."""
+        return self.read("keys", 0, self.rows)
 
-    def read(self, part: str, low: int, high: int) -> Tensor:
-        """Rows `low` to `high` of keys, error_signals, or (by examples) weight and bias.
-
-        In the dtype of training; tokens are int64.
-        """
-        if not 0 <= low <= high <= self.rows:
-            raise QueryError(
-                f"rows {low} to {high} of layer {self.name!r} were asked for; it has {self.rows}"
-            )
-        self._width(part)
-        found = []
-        place = bisect_right(self._starts, low) - 1
-        while low < high:
-            start, stop = self._starts[place], self._starts[place + 1]
-            here = slice(low - start, min(high, stop) - start)
-            if here.start < here.stop:
-                found.append(self.read_segment(self._segments[place], part, here))
-            low, place = max(low, min(high, stop)), place + 1
-        if len(found) == 1:
-            return found[0]
-        dtype = self._key_dtype if part == "keys" else self.dtype
-        return torch.cat(found) if found else torch.empty(0, self._width(part), dtype=dtype)
+    @property
+    def error_signals(self) -> Tensor:
+        """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
+        self.need_error_signals("reading them")
+        return self.read("error_signals", 0, self.rows)
 
     def blocks(
         self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
@@ -187,99 +221,78 @@ class LayerMemory:
             raise QueryError(f"blocks of {size} patterns were asked for; expected at least 1")
         if error_signals:
             self.need_error_signals("reading them (error_signals=False reads keys alone)")
-        wanted = [("keys", keys), ("error_signals", error_signals)]
-        parts = [part for part, is_wanted in wanted if is_wanted]
-        for segment, start in zip(self._segments, self._starts, strict=False):
-            rows = segment.rows[self.name]
-            for low in range(0, rows, size):
-                yield Block(self, segment, start, slice(low, min(rows, low + size)), parts)
+        parts = ("keys",) * keys + ("error_signals",) * error_signals
+        for start, stop in pairwise(self._starts):  # none reaches across two segments
+            for low in range(start, stop, size):
+                yield Block(self, low, min(stop, low + size), parts)
 
-    @property
-    def keys(self) -> Tensor:
-        """Every key x_t, [T, d_in], in RAM; for large memories use `blocks`.
-
-        Those of an embedding, single ones among zeros, as tokens: int64, [T, 1].
-        """
-        return self.read("keys", 0, self.rows)
-
-    @property
-    def error_signals(self) -> Tensor:
-        """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
-        self.need_error_signals("reading them")
-        return self.read("error_signals", 0, self.rows)
+    def read(self, part: str, low: int, high: int) -> Tensor:
+        """Rows of keys, error_signals, or (by examples) weight and bias; in training's dtype."""
+        if not 0 <= low <= high <= self.rows:
+            raise QueryError(
+                f"rows {low} to {high} of layer {self.name!r} were asked for; it has {self.rows}"
+            )
+        found = [torch.empty(0, self._width(part), dtype=self.dtype_of(part))]
+        found += [self.read_segment(s, part, rows) for s, rows in self._within(low, high)]
+        return found[1] if len(found) == 2 else torch.cat(found)  # one is handed out as mapped
 
     @property
     def distinct(self) -> DistinctKeys | None:
-        """The different keys, where keys that recur are stored once; None where each is stored.
-
-        So it is for layers that are fed with the network's inputs, unless there are too many.
-        """
+        """The different keys, where keys that recur are stored once; None where each is stored."""
         referring = all(self.name in s.distinct for s in self._segments)
         return self._distinct if referring and self._segments else None
-
-    @cached_property
-    def _distinct(self) -> DistinctKeys:
-        """The different keys of the segments in which keys that recur are stored once."""
-        referring = [s for s in self._segments if self.name in s.distinct]
-        return DistinctKeys(
-            self.name, self.key_width, self._key_dtype, referring, partial(self._stored, "keys")
-        )
-
-    @property
-    def _key_dtype(self) -> torch.dtype:
-        return self._kind.key_dtype or self.dtype
-
-    def _width(self, part: str) -> int:
-        """How wide a part is; `QueryError` if the layer's rows have no such part."""
-        parts = {
-            "patterns": ("keys", "error_signals"),
-            "keys": ("keys",),
-            "examples": ("keys", "weight", "bias"),
-        }[self.keep]
-        if part not in parts or (part == "bias" and self.bias is None):
-            raise QueryError(
-                f"{part} of layer {self.name!r} were asked for; of it {', '.join(parts)} are kept"
-            )
-        if part in ("weight", "bias"):
-            return prod(self._kind.shape_of(self.layer, part))
-        return self.key_width if part == "keys" else self.out_features
-
-    def _stored(self, part: str, segment: Segment, rows: slice) -> Tensor:
-        """Rows as they lie on disk, checked for what they can be."""
-        tokens = part == "keys" and self._kind.key_dtype is not None
-        dtypes = INTEGERS if tokens else FLOATS
-        stored = segment.read_rows(self.name, part, self._width(part), dtypes, rows)
-        if (
-            tokens
-            and len(stored)
-            and not 0 <= int(stored.min()) <= int(stored.max()) < self.in_features
-        ):
-            raise segment.wrong(
-                f"the keys of layer {self.name!r} hold tokens outside of 0 to "
-                f"{self.in_features - 1}"
-            )
-        return stored
 
     def read_segment(self, segment: Segment, part: str, rows: slice) -> Tensor:
         """Some rows of one segment, in the dtype of training."""
         if part == "keys" and self.name in segment.distinct:
             return self._distinct.take(self._distinct.of_segment(segment, rows))
-        stored = self._stored(part, segment, rows)
-        if not stored.dtype.is_floating_point:
-            return stored.to(self._key_dtype)
+        stored = self.stored_rows(part, segment, rows).to(self.dtype_of(part))
         scales = segment.scales(self.name, part + SCALES, rows)
-        if scales is None:
-            return stored.to(self.dtype)
-        return stored.to(self.dtype) * scales[:, None].to(self.dtype)
+        return stored if scales is None else stored * scales[:, None].to(stored.dtype)
 
-    def narrow_keys(self, segment: Segment, rows: slice) -> Tensor | None:
-        """Some keys as stored, where that is in 16 bits and one by one."""
-        if self.name in segment.distinct or self._kind.key_dtype is not None:
+    def narrow_keys(self, low: int, high: int) -> Tensor | None:
+        """Some keys of one segment as stored, where that is in 16 bits and one by one."""
+        segment, rows = next(self._within(low, high))
+        if self.name in segment.distinct or self.stored == self.dtype:
             return None
-        stored = self._stored("keys", segment, rows)
-        is_narrow = stored.dtype in HALVES and stored.dtype != self.dtype
-        return (
-            stored
-            if is_narrow and segment.scales(self.name, "keys" + SCALES, rows) is None
-            else None
-        )
+        stored = self.stored_rows("keys", segment, rows)
+        return stored if stored.dtype in HALVES else None
+
+    def _within(self, low: int, high: int) -> Iterator[tuple[Segment, slice]]:
+        """The segments that some rows lie in, and where."""
+        for place in range(bisect_right(self._starts, low) - 1, len(self._segments)):
+            start, stop = self._starts[place : place + 2]
+            if max(low, start) < min(high, stop):
+                yield self._segments[place], slice(max(low, start) - start, min(high, stop) - start)
+            if stop >= high:
+                return
+
+    @cached_property
+    def _distinct(self) -> DistinctKeys:
+        """Of the segments in which keys that recur are stored once."""
+        return DistinctKeys(self, self._segments)
+
+    def dtype_of(self, part: str) -> torch.dtype:
+        """That of training: tokens are whole numbers."""
+        return (part == "keys" and kinds.of(self.kind).key_dtype) or self.dtype
+
+    def _width(self, part: str) -> int:
+        """How wide a part is; `QueryError` if the layer's rows have no such part."""
+        parts = ("keys", *PARTS[self.keep][: None if self.bias else 1])
+        if part not in parts:
+            raise QueryError(
+                f"{part} of layer {self.name!r} were asked for; of it {', '.join(parts)} are kept"
+            )
+        if part in ("weight", "bias"):
+            return prod(kinds.of(self.kind).shape_of(self.layer, part))
+        return self.key_width if part == "keys" else self.out_features
+
+    def stored_rows(self, part: str, segment: Segment, rows: slice) -> Tensor:
+        """Rows as they lie on disk, checked for what they can be."""
+        are_tokens = not self.dtype_of(part).is_floating_point
+        dtypes = INTEGERS if are_tokens else FLOATS
+        stored = segment.read_rows(self.name, part, self._width(part), dtypes, rows)
+        if are_tokens and len(stored):
+            known = 0 <= int(stored.min()) <= int(stored.max()) < self.in_features
+            segment.need(known, f"layer {self.name!r} has tokens beyond {self.in_features - 1}")
+        return stored

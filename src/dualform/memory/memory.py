@@ -8,11 +8,10 @@ them has to be one kind of error that says so, never a wrong number.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.errors import MemoryFileError, QueryError
+from dualform.errors import QueryError
 from dualform.learning_rules import Setting
 from dualform.memory import directions
 from dualform.memory.content import LOG
-from dualform.memory.description import OWN_COLUMNS, Buffer, Event, Parameter, Phase
-from dualform.memory.fields import WRONG
+from dualform.memory.description import Buffer, Event, Parameter, Phase
+from dualform.memory.fields import named, reading
 from dualform.memory.kept import Kept
-from dualform.memory.layer import HALVES, LayerMemory
-from dualform.memory.liveness import Progress, WriterLock
-from dualform.memory.opened import OpenedMemory
-from dualform.memory.patterns import Patterns, values_of
-from dualform.memory.uses import Uses
+from dualform.memory.layer import LayerMemory
+from dualform.memory.liveness import Progress
+from dualform.memory.patterns import column_kinds
+from dualform.memory.segments import OpenedMemory
+from dualform.memory.tensor_files import TensorFile
 
 Callback = Callable[[int, int], None]
 """Progress: called with (done, total)."""
@@ -40,27 +39,28 @@ Callback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ParameterLog:
-    """What the optimizer did with one parameter at every step: arrays of one entry per step."""
+    """What the optimizer did with one parameter at every step: arrays of one entry per step.
+
+    `setting`: its place in `Memory.settings`, -1 where there is none. `fresh`: the optimizer
+    remembered nothing before. `carried`: the gradient held that of the last moved step, too.
+    `kappa`: what it was multiplied by (clipping, loss scale); NaN where that is not known.
+    `explained`: it is what its patterns sum to. `seen`: it along the signs and the direction; NaN
+    where it was not looked at.
+    """
 
     moved: NDArray[np.bool_]
     setting: NDArray[np.int32]
-    """Places in `Memory.settings`; -1 where there is none."""
     fresh: NDArray[np.bool_]
-    """Whether the optimizer remembered nothing before."""
     carried: NDArray[np.bool_]
-    """Whether the gradient held that of the last moved step, too."""
     kappa: NDArray[np.float64]
-    """By what the gradient was multiplied (clipping, loss scale); NaN where it is not known."""
     explained: NDArray[np.bool_]
-    """Whether the gradient is what its patterns sum to."""
     seen: NDArray[np.float64]
-    """The gradient along the signs and the direction; NaN where it was not looked at."""
     mark: NDArray[np.uint32]
     state_mark: NDArray[np.uint32]
 
 
 class Marks(NamedTuple):
-    """What says which state a model is in: a number per parameter, [P], in the log's order."""
+    """Which state a model is in: a number per parameter, [P], in the log's order."""
 
     weights: NDArray[np.uint32]
     states: NDArray[np.uint32]
@@ -70,40 +70,31 @@ class Memory:
     """Everything a training run wrote into a network, on disk.
 
     Example:
-        >>> import dualform as df
-        >>> memory = df.Memory.open("runs/digits")      # doctest: +SKIP
-        >>> memory.steps, memory.layers                  # doctest: +SKIP
+        >>> memory = dualform.Memory.open("runs/digits")   # doctest: +SKIP
+        >>> memory.steps, memory.layers                    # doctest: +SKIP
         (600, ('fc1', 'fc2', 'fc3'))
     """
 
     def __init__(self, opened: OpenedMemory) -> None:
-        self.opened = opened
-        """What writers look into: segments, lines, strings."""
+        self.opened, described = opened, opened.description
         self.path, self.steps = opened.path, opened.steps
-        described = opened.description
         self.closed, self.every = described.closed, described.every
         self.parameters: Mapping[str, Parameter] = described.parameters
         self.buffers: Mapping[str, Buffer] = described.buffers
         self.environment: Mapping[str, Any] = described.environment
         self.phases: tuple[Phase, ...] = described.phases
         self.events: tuple[Event, ...] = tuple(described.events)
-        self.kept = Kept(opened.segments, self.parameters, self.buffers)
+        self.kept = Kept(opened)
         self._layers: dict[str, LayerMemory] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Memory:
-        """Open a memory for reading; `MemoryFileError` says what is wrong with anything else.
-
-        Example:
-            >>> memory = df.Memory.open("runs/digits")   # doctest: +SKIP
-        """
+        """Open a memory for reading; `MemoryFileError` says what is wrong with anything else."""
         return cls(OpenedMemory(Path(path)))
 
     def refresh(self) -> Memory:
-        """The same memory with everything committed since; this object stays as it is."""
+        """The same memory with everything committed since."""
         return Memory.open(self.path)
-
-    # -- layers and their patterns -----------------------------------------------------------------
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -113,54 +104,20 @@ class Memory:
     @property
     def columns(self) -> tuple[str, ...]:
         """The pattern columns: `step`, then what was tagged, then position, microbatch and call."""
-        return tuple(self._column_kinds)
-
-    @cached_property
-    def _column_kinds(self) -> dict[str, str]:
-        own = dict.fromkeys(OWN_COLUMNS, "int")
-        return {"step": "int", **self.opened.description.tags, **own}
+        return tuple(column_kinds(self.opened))
 
     def layer(self, name: str) -> LayerMemory:
-        """One layer's keys, error signals and pattern columns.
-
-        Example:
-            >>> memory.layer("fc1").keys.shape   # doctest: +SKIP
-            torch.Size([38400, 64])
-        """
-        described, segments = self.opened.description, self.opened.segments
-        if name not in described.layers:
-            raise QueryError(
-                f"there is no layer {name!r} in {self.path}; it has "
-                f"{', '.join(self.layers) or 'none with patterns'}"
-            )
+        """One layer's keys, error signals and pattern columns."""
+        named(self.opened.description.layers, name, "layer")
         if name not in self._layers:
-            known = described.layers[name]
-            dtype, stored = self.parameters[known.layer.weight].dtype, described.stored
-            is_narrow = stored in HALVES and dtype.itemsize > stored.itemsize
-            whole = [n for n, (_, keep) in described.layers.items() if keep == "patterns"]
-            kinds, strings = self._column_kinds, described.strings
-            # A layer does not hold on to its memory: it would be let go late, as rings are.
-            uses = cache(partial(Uses, name, [s for s in segments if name in s.rows]))
-            anywhere = partial(values_of, self.layers, segments, kinds, strings)
-            self._layers[name] = LayerMemory(
-                known,
-                (dtype, stored if is_narrow else dtype),
-                segments,
-                whole,
-                Patterns(name, segments, kinds, strings, uses, anywhere),
-                uses,
-            )
+            self._layers[name] = LayerMemory(self.opened, name)
         return self._layers[name]
-
-    # -- parameters --------------------------------------------------------------------------------
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """The settings that the log refers to, in the order they first occurred."""
-        try:
+        with reading(f"the settings of {self.path}"):
             return tuple(map(Setting.from_json, self.opened.description.settings))
-        except WRONG as error:
-            raise MemoryFileError(f"{self.path} has settings that are none: {error!r}") from error
 
     def log(self, parameter: str) -> ParameterLog:
         """What the optimizer did with a parameter at every step."""
@@ -179,35 +136,27 @@ class Memory:
                 f"the marks after {step} updates were asked for; {self.path} has those of 1 to "
                 f"{self.steps}"
             )
-        segment = self.opened.segments[self._ends.searchsorted(step)]
-        sizes, line = self.opened.sizes, step - 1 - segment.first_step
+        segments, sizes = self.opened.segments, self.opened.sizes
+        segment = segments[int(np.searchsorted([s.end for s in segments], step))]
+        line = step - 1 - segment.first_step
         return Marks(*(segment.log(field, *sizes)[line].copy() for field in ("mark", "state_mark")))
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.array([segment.end for segment in self.opened.segments], np.int64)
 
     def path_to(self, parameter: str, at: int) -> NDArray[np.int64]:
         """The steps that led to the state after `at` updates: what was taken back is left out."""
         self._parameter(parameter)
         self._refuse_beyond(at)
-        rewinds = [e for e in self.events if e.to is not None and parameter in e.parameters]
         parts, end, limit = [], at, at + 1
-        for event in reversed(rewinds):
-            if event.step < limit:
-                assert event.to is not None
+        for event in reversed(self.events):
+            if event.to is not None and parameter in event.parameters and event.step < limit:
                 parts.append(np.arange(event.step, end))
                 end = limit = event.to  # the state that an update left, before what followed it
         parts.append(np.arange(0, end))
         return np.concatenate(parts[::-1]).astype(np.int64)
 
     def direction(self, parameter: str) -> Tensor | None:
-        """The direction v along which a parameter's rows are looked at: float64, [width].
-
-        Rounded to the parameter's dtype, as it was used; None for a vector: its entries are rows.
-        """
+        """The direction v along which a parameter's rows are looked at: float64, [width], rounded
+        to the parameter's dtype, as it was used; None for a vector: its entries are rows."""
         known = self._parameter(parameter)
-        self._refuse_sizes(known)
         if len(known.shape) < 2:
             return None
         v = directions.direction(known.index, known.width)
@@ -216,7 +165,6 @@ class Memory:
     def signs(self, parameter: str) -> NDArray[np.float64]:
         """The signs that its rows were summed up with, for the log's `seen`: [height]."""
         known = self._parameter(parameter)
-        self._refuse_sizes(known)
         return directions.signs(known.index, known.height)
 
     def buffer(self, name: str, at: int | None = None) -> Tensor:
@@ -225,12 +173,10 @@ class Memory:
         self._refuse_beyond(limit)
         return self.kept.buffer(name, limit)
 
-    # -- the whole ---------------------------------------------------------------------------------
-
     @property
     def is_being_recorded(self) -> bool:
         """Whether a recorder is writing to this memory now."""
-        return not self.closed and WriterLock.is_held(self.path)
+        return not self.closed and Progress.is_held(self.path)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -242,15 +188,13 @@ class Memory:
         if self.is_being_recorded:
             return (*recorded, f"still being recorded; {committed}")
         trained = Progress.read(self.path)
-        if trained is None or trained < self.steps:
-            what = "how many steps after that are lost is not known"
-        elif trained == self.steps:
-            what = "no further step was completed"
-        elif trained == self.steps + 1:
-            what = "the 1 step after that is lost"
-        else:
-            what = f"the {trained - self.steps} steps after that are lost"
-        torn = ", while a segment was being committed" if self.opened.committed.torn else ""
+        lost = -1 if trained is None else trained - self.steps
+        what = {
+            -1: "how many steps after that are lost is not known",
+            0: "no further step was completed",
+            1: "the 1 step after that is lost",
+        }.get(max(lost, -1), f"the {lost} steps after that are lost")
+        torn = ", while a segment was being committed" if self.opened.committed.is_torn else ""
         return (*recorded, f"the recording did not end normally{torn}: {committed}, {what}")
 
     @cached_property
@@ -261,25 +205,17 @@ class Memory:
     @property
     def bytes_on_disk(self) -> int:
         """The size of everything this memory keeps on disk."""
-        total = 0
-        for file in self.path.rglob("*"):
-            with contextlib.suppress(OSError):  # a recorder may have taken it away just now
-                total += file.stat().st_size if file.is_file() else 0
-        return total
+        segments = self.opened.segments
+        return len(self.opened.committed.content) + sum(segment.bytes for segment in segments)
 
     def check(self, progress: Callback | None = None) -> None:
-        """Read every byte and compare it with its checksum.
-
-        `MemoryFileError` names the file, the place and the tensors that do not match.
-        """
+        """Compare every byte with its checksum; `MemoryFileError` names what does not match."""
         OpenedMemory(self.path)
         total = len(self.opened.segments)
-        for done, segment in enumerate(self.opened.segments):
+        for done, segment in enumerate(self.opened.segments, 1):
+            TensorFile(segment.path, segment.blocks).verify(0, segment.bytes)
             if progress is not None:
                 progress(done, total)
-            segment.file.check()
-        if progress is not None:
-            progress(total, total)
 
     def __repr__(self) -> str:
         state = "" if self.closed else ", not closed"
@@ -287,24 +223,11 @@ class Memory:
         return f"Memory({str(self.path)!r}: {_count(self.steps)}, layers {layers}{state})"
 
     def _parameter(self, name: str) -> Parameter:
-        if name not in self.parameters:
-            raise QueryError(
-                f"there is no parameter {name!r}; there are {', '.join(self.parameters)}"
-            )
-        return self.parameters[name]
+        return named(self.parameters, name, "parameter")
 
     def _refuse_beyond(self, at: int) -> None:
         if not 0 <= at <= self.steps:
             raise QueryError(f"step {at} was asked for, but {self.path} holds 0 to {self.steps}")
-
-    def _refuse_sizes(self, known: Parameter) -> None:
-        """Raise where a parameter is said to be larger than everything that was kept."""
-        most = max(1 << 16, sum(segment.bytes for segment in self.opened.segments))
-        if known.height * known.width > most:
-            raise MemoryFileError(
-                f"{self.path} says that {known.name!r} has shape {known.shape}, which is more than "
-                "it holds: it is damaged or was made by hand"
-            )
 
 
 def _count(steps: int) -> str:

@@ -9,8 +9,6 @@ its row*; nothing finite becomes infinite; what is not finite in training is not
 
 from __future__ import annotations
 
-from math import isfinite
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,72 +17,32 @@ from torch import Tensor
 from dualform.layers import Layer, of
 
 BLOCK = 1 << 17
-"""How many entries are rounded at a time."""
-
-
-def holds(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a 16-bit type holds rows: the largest entry of each is zero, or neither too large nor
-    so small that it would lose digits."""
-    if not rows.numel():
-        return True
-    limits = torch.finfo(dtype)
-    smallest, largest = limits.smallest_normal, limits.max * (1 + limits.eps / 4)
-    sizes = rows.abs().amax(1)
-    if float(sizes.min()) >= smallest and float(sizes.max()) <= largest:
-        return True
-    sizes = _finite_sizes(rows)
-    fit = (sizes >= smallest) & (sizes <= largest) | (sizes == 0)
-    return bool(fit.all())
-
-
-def row_scales(rows: Tensor) -> Tensor | None:
-    """The largest entry of each row in float32 (1 for a row of zeros); None if it is beyond that.
-
-    Only float64 can be.
-    """
-    if not rows.numel():
-        return torch.ones(len(rows))
-    sizes = rows.abs().amax(1)
-    if not isfinite(float(sizes.max())):  # an overflow in training, which may still be dropped
-        sizes = _finite_sizes(rows)
-    scales = sizes.to(torch.float32)
-    if float(scales.min()) == 0.0:
-        scales = torch.where(sizes == 0, 1.0, scales)
-    if rows.dtype == torch.float64 and not bool((scales.isfinite() & (scales > 0)).all()):
-        return None
-    return scales
+"""How many entries are rounded at a time, so that what is computed of them stays in the cache."""
 
 
 def narrowed(
     rows: Tensor, dtype: torch.dtype, *, scaled: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rows in a 16-bit type, and what each is to be multiplied by; None if it cannot hold them.
-
-    The same numbers as a recorder keeps that was asked for this type from the start.
-    """
+    """Rows in a 16-bit type, and what each is to be multiplied by; None if it cannot hold them."""
     result = torch.empty(rows.shape, dtype=dtype)
     scales = torch.ones(len(rows)) if scaled else None
     return (result, scales) if narrow(rows, result, scales) else None
 
 
 def narrow(rows: Tensor, to: Tensor, scales: Tensor | None) -> bool:
-    """Write rows to a 16-bit tensor, and their scales; False if it cannot hold them.
-
-    A few rows at a time, so that what is computed of them on the way stays in the cache.
-    """
-    if not rows.numel():
-        return True
-    height = max(1, BLOCK // rows.shape[1])
+    """Write rows to a 16-bit tensor, and their scales; False if it cannot hold them."""
+    height = max(1, BLOCK // max(1, rows.shape[1]))
     for low in range(0, len(rows), height):
         part = rows[low : low + height]
+        sizes = _sizes(part)
         if scales is None:
-            if not holds(part, to.dtype):
+            if not _holds(sizes, to.dtype):
                 return False
         else:
-            found = row_scales(part)
-            if found is None:
+            found = torch.where(sizes == 0, 1.0, sizes.to(torch.float32))
+            if not bool((found.isfinite() & (found > 0)).all()):  # float64 goes further
                 return False
-            scales[low : low + height].view(-1).copy_(found)
+            scales[low : low + height] = found
             part = part / found[:, None]
         to[low : low + height].copy_(part)
     return True
@@ -111,6 +69,19 @@ def lost_in_use(
     return float(signs @ numbers), float(np.linalg.norm(numbers))
 
 
-def _finite_sizes(rows: Tensor) -> Tensor:
-    """The largest finite entry of each row, by size."""
+def _sizes(rows: Tensor) -> Tensor:
+    """The largest entry of each row; if one has overflown in training, the largest finite one."""
+    if not rows.numel():
+        return torch.zeros(len(rows), dtype=rows.dtype)
+    sizes = rows.abs().amax(1)
+    if bool(sizes.isfinite().all()):
+        return sizes
     return rows.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1)
+
+
+def _holds(sizes: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a 16-bit type holds rows whose largest entries are these: each is zero, or neither
+    too large nor so small that it would lose digits."""
+    limits = torch.finfo(dtype)
+    smallest, largest = limits.smallest_normal, limits.max * (1 + limits.eps / 4)
+    return bool(((sizes >= smallest) & (sizes <= largest) | (sizes == 0)).all())

@@ -1,58 +1,105 @@
-"""The coordinates of every pattern (step, example, label, task, position, ...) and `where`.
+"""Where every pattern came from: the uses of a layer, its columns, and the conditions of `where`.
 
-Step, position, microbatch and call follow from the layer's uses; what was tagged lies in columns
-that all layers share, and a use says where its rows begin there. Why it is hard: a tag may have
-come late, so that earlier segments lack its column, and a use may have none at all.
+A use is one call of one layer, gone through by one backward pass. What is the same for all its rows
+(step, microbatch, call) is kept once for it, as is where its rows begin in the tags (example,
+label, task, …), which all layers share. The columns that readers ask for are made here.
 
 Conditions are the same everywhere in dualform: `label=7`, `label=[1, 7]`, `task="fashion"`,
 `step=slice(0, 3000)`, `example=ids`, or one boolean array with an entry per pattern.
+
+Why it is hard: a tag may have come late, so that earlier segments lack its column, and a use may
+have none at all. And calls are numbered as they were made, by whatever model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dualform.errors import MemoryFileError, QueryError
-from dualform.memory.content import USE
+from dualform.errors import QueryError
+from dualform.memory.content import COMPUTED_IN, ROWS, START, USE, stacked_uses
 from dualform.memory.description import OWN_COLUMNS
+from dualform.memory.fields import damaged, named
 from dualform.memory.files import NO_VALUE
-from dualform.memory.segments import Segment
-from dualform.memory.uses import Uses
+from dualform.memory.segments import OpenedMemory, Segment
 
+Integers = NDArray[np.int64]
 NUMBER = (int, float, np.number, np.bool_)
+
+
+class Uses:
+    """All uses of one layer, in the order of their rows; arrays of one entry per use."""
+
+    def __init__(self, layer: str, segments: Iterable[Segment]) -> None:
+        self._table = stacked_uses([segment.uses(layer) for segment in segments])
+        self.step, self.microbatch, _, self.dtype, self.rows, self.positions, _, self.layout = (
+            np.ascontiguousarray(column) for column in self._table[:, : len(USE)].T
+        )
+        self.start: Integers = np.cumsum(self.rows) - self.rows
+        """The first row of each."""
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def of_step(self, step: int) -> range:
+        """Which uses a step has."""
+        low, high = np.searchsorted(self.step, [step, step + 1])
+        return range(int(low), int(high))
+
+    def dtype_of(self, use: int) -> torch.dtype:
+        """The dtype that a use was computed in."""
+        return COMPUTED_IN[int(self.dtype[use])]
+
+    def shape_of(self, use: int) -> tuple[int, ...]:
+        """How the rows of a use lay in the input of the layer: [B], [B, L], …"""
+        return tuple(n for n in self._table[use, len(USE) :].tolist() if n >= 0)
+
+    @cached_property
+    def call(self) -> Integers:
+        """The how-manieth use of the layer in its backward pass, in the order of the calls."""
+        known, which = np.unique(self._table[:, :3], axis=0, return_inverse=True)
+        is_first = np.ones(len(known), bool)
+        is_first[1:] = (known[1:, :2] != known[:-1, :2]).any(axis=1)
+        number = np.arange(len(known)) - np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+        found: Integers = number[which.reshape(-1)]
+        return found
+
+    def column(self, name: str) -> Integers:
+        """Of every row: step, microbatch, call, or its position in its example."""
+        if name != "position":
+            found: Integers = np.repeat(getattr(self, name), self.rows)
+            return found
+        rows = int(self.rows.sum())
+        if not (self.positions > 1).any():
+            return np.full(rows, NO_VALUE)
+        within: Integers = np.arange(rows) - np.repeat(self.start, self.rows)
+        of_example: Integers = np.repeat(np.maximum(self.positions, 1), self.rows)
+        return np.remainder(within, of_example)
 
 
 class Patterns:
     """One layer's pattern columns, read when asked for.
 
     Example:
-        >>> patterns = df.Memory.open("runs/digits").layer("fc1").patterns   # doctest: +SKIP
+        >>> patterns = dualform.Memory.open("runs/digits").layer("fc1").patterns   # doctest: +SKIP
         >>> patterns.select(label=[1, 7], step=slice(0, 100)).sum()          # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        layer: str,
-        segments: Sequence[Segment],
-        kinds: Mapping[str, str],
-        strings: Mapping[str, list[str]],
-        uses: Callable[[], Uses],
-        elsewhere: Callable[[str], Iterable[Any]],
-    ) -> None:
-        self._layer = layer
-        self._segments = [s for s in segments if layer in s.rows]
-        self._kinds = dict(kinds)
-        self._strings = strings
-        self._uses = uses
-        self._elsewhere = elsewhere
+    def __init__(self, opened: OpenedMemory, layer: str) -> None:
+        self._opened, self._layer = opened, layer
+        self._segments = [s for s in opened.segments if layer in s.rows]
+        self._kinds = column_kinds(opened)
         self._stored: dict[str, NDArray[Any]] = {}
-        self._dictionaries: dict[str, dict[str, int]] = {}
+
+    @cached_property
+    def uses(self) -> Uses:
+        """Every use of the layer: its step, pass, call, dtype, rows and leading shape."""
+        return Uses(self._layer, self._segments)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,34 +120,8 @@ class Patterns:
         return self._decoded(column, self._column(column))
 
     def take(self, column: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """The values of a few patterns only: `patterns[column][rows]`, without decoding the rest.
-
-        Example:
-            >>> patterns.take("label", np.array([3, 1]))             # doctest: +SKIP
-        """
+        """The values of a few patterns: `patterns[column][rows]`, without decoding the rest."""
         return self._decoded(column, self._column(column)[rows])
-
-    def _decoded(self, column: str, stored: NDArray[Any]) -> NDArray[Any]:
-        kind = self._kinds[column]
-        if kind == "float":
-            return stored
-        missing = stored == NO_VALUE
-        if kind == "string":
-            strings = self._strings.get(column, [])
-            known = len(strings)
-            codes = np.where(missing, known, stored)
-            if ((codes < 0) | (codes > known)).any():
-                raise MemoryFileError(
-                    f"column {column!r} of layer {self._layer!r} refers to strings that are not "
-                    "in the memory: it is damaged. `check()` says where"
-                )
-            decoded: NDArray[Any] = np.array([*strings, None], dtype=object)[codes]
-            return decoded
-        values = stored.astype(bool) if kind == "bool" else stored
-        if missing.any():
-            values = values.astype(object)
-            values[missing] = None
-        return values
 
     def select(self, rows: Any = None, /, **where: Any) -> NDArray[np.bool_]:
         """Which patterns meet every condition; without a condition, all of them."""
@@ -120,127 +141,114 @@ class Patterns:
 
     def values(self, column: str) -> list[Any]:
         """The distinct values of a column, sorted; no-value left out."""
-        stored, kind = self._column(column), self._kinds[column]
-        if kind == "string":
-            return sorted({v for v in self[column].tolist() if v is not None})
-        distinct = np.unique(stored)
-        if kind == "float":
-            return [float(v) for v in distinct if not np.isnan(v)]
-        return [bool(v) if kind == "bool" else int(v) for v in distinct if v != NO_VALUE]
+        distinct = np.unique(self._column(column))
+        missing = np.isnan(distinct) if distinct.dtype.kind == "f" else distinct == NO_VALUE
+        return sorted(self._decoded(column, distinct[~missing]).tolist())
 
     def _column(self, column: str) -> NDArray[Any]:
-        if not isinstance(column, str) or column not in self._kinds:
-            raise QueryError(
-                f"there is no column {column!r}; the patterns have {', '.join(self.names)}. "
-                "Columns are what recorder.tag(...) was given during training"
-            )
+        """Numbers, or codes of strings; `NO_VALUE` or NaN where there is none."""
+        named(self._kinds, column, "column")
         if column not in self._stored:
-            self._stored[column] = self._read(column)
+            is_own = column in ("step", *OWN_COLUMNS)
+            self._stored[column] = self.uses.column(column) if is_own else self._tags(column)
         return self._stored[column]
 
-    def _read(self, column: str) -> NDArray[Any]:
-        if column in ("step", *OWN_COLUMNS):
-            return self._uses().column(column)
-        is_float = self._kinds[column] == "float"
-        dtype, blank = (torch.float64, np.nan) if is_float else (torch.int64, NO_VALUE)
-        found = np.full(len(self), blank, np.float64 if is_float else np.int64)
-        low = 0
+    def _tags(self, column: str) -> NDArray[Any]:
+        """Give every row its value, segment by segment and use by use."""
+        kind, low = self._kinds[column], 0
+        found = np.full(len(self), np.nan if kind == "float" else NO_VALUE)
         for segment in self._segments:
-            rows, values = segment.rows[self._layer], segment.tags(column, dtype)
-            if values is not None:
-                self._lay_out(segment, values, found[low : low + rows])
-            low += rows
+            values = segment.tags(column, kind)
+            here = found[low : (low := low + segment.rows[self._layer])]
+            if values is None:
+                continue
+            rows, start = segment.uses(self._layer)[:, [ROWS, START]].T
+            known = np.where(start < 0, 0, start + rows) <= len(values)
+            segment.need(known.all(), f"layer {self._layer!r} refers to tags that are not there")
+            offsets = np.repeat(start - (np.cumsum(rows) - rows), rows)
+            is_tagged = np.repeat(start >= 0, rows)
+            here[is_tagged] = values[(np.arange(len(here)) + offsets)[is_tagged]]
         return found
 
-    def _lay_out(self, segment: Segment, values: NDArray[Any], found: NDArray[Any]) -> None:
-        """Give the rows of one segment their values, use by use."""
-        uses = segment.uses(self._layer).uses
-        rows, start = uses[:, USE.index("rows")], uses[:, USE.index("start")]
-        if (np.where(start < 0, 0, start + rows) > len(values)).any():
-            raise segment.wrong(f"rows of layer {self._layer!r} refer to tags that are not there")
-        offsets = np.repeat(start - (np.cumsum(rows) - rows), rows)
-        is_tagged = np.repeat(start >= 0, rows)
-        found[is_tagged] = values[(np.arange(len(found)) + offsets)[is_tagged]]
+    def _decoded(self, column: str, stored: NDArray[Any]) -> NDArray[Any]:
+        kind, missing = self._kinds[column], stored == NO_VALUE
+        if kind == "float":
+            return stored
+        if kind == "string":
+            strings = self._strings(column)
+            codes = np.where(missing, len(strings), stored)
+            if codes.size and not 0 <= codes.min() <= codes.max() <= len(strings):
+                raise damaged(self._opened.path, f"{column!r} refers to strings that are not there")
+            decoded: NDArray[Any] = np.array([*strings, None], dtype=object)[codes]
+            return decoded
+        values = stored.astype(bool) if kind == "bool" else stored
+        if missing.any():
+            values = values.astype(object)
+            values[missing] = None
+        return values
+
+    def _strings(self, column: str) -> list[str]:
+        return self._opened.description.strings.get(column, [])
 
     def _meets(self, column: str, condition: Any) -> NDArray[np.bool_]:
         stored = self._column(column)
         if isinstance(condition, slice):
             return self._in_range(column, stored, condition)
-        if isinstance(condition, torch.Tensor):
-            condition = condition.cpu().numpy()
-        if isinstance(condition, np.ndarray):
-            wanted = condition.ravel().tolist()
-        elif isinstance(condition, str) or not isinstance(condition, Iterable):
-            wanted = [condition]
-        else:
-            wanted = list(condition)
-        codes = [self._code(column, value) for value in wanted]
-        stored_as = [code for code in codes if code is not None]
-        found = np.isin(stored, np.array(stored_as, dtype=stored.dtype))
+        if isinstance(condition, torch.Tensor | np.ndarray):
+            condition = condition.reshape(-1).tolist()
+        is_one = isinstance(condition, str) or not isinstance(condition, Iterable)
+        wanted = [condition] if is_one else list(condition)
+        codes = self._codes(column, wanted)
+        found = np.isin(stored, np.array([c for c in codes if c is not None], dtype=stored.dtype))
         met = set(stored[found].tolist())
-        if unmet := [v for v, c in zip(wanted, codes, strict=True) if c is None or c not in met]:
+        if unmet := [v for v, c in zip(wanted, codes, strict=True) if c not in met]:
             self._refuse_unknown(column, unmet)
         return found
 
     def _in_range(self, column: str, stored: NDArray[Any], condition: slice) -> NDArray[np.bool_]:
-        if self._kinds[column] not in ("int", "float") or condition.step is not None:
+        kind, low, high = self._kinds[column], condition.start, condition.stop
+        is_number = all(bound is None or isinstance(bound, NUMBER) for bound in (low, high))
+        if kind not in ("int", "float") or condition.step is not None or not is_number:
             raise QueryError(
-                f"{column}={condition} was asked for; a range takes a number column and no stride, "
-                f"and {column!r} is of kind {self._kinds[column]}"
+                f"{column}={condition} was asked for; a range takes a column of numbers, two "
+                f"numbers and no stride, and {column!r} is of kind {kind}"
             )
-        for bound in (condition.start, condition.stop):
-            if bound is not None and not isinstance(bound, NUMBER):
-                raise QueryError(f"{column}={condition} was asked for; a range goes by numbers")
-        is_float = self._kinds[column] == "float"
-        chosen = np.ones(len(stored), bool) if is_float else stored != NO_VALUE
-        if condition.start is not None:
-            chosen &= stored >= condition.start
-        if condition.stop is not None:
-            chosen &= stored < condition.stop
+        chosen = np.ones(len(stored), bool) if kind == "float" else stored != NO_VALUE
+        if low is not None:
+            chosen &= stored >= low
+        if high is not None:
+            chosen &= stored < high
         return chosen
 
-    def _code(self, column: str, value: Any) -> Any:
-        """How a value asked for is stored (strings: a code), None if it cannot be stored."""
+    def _codes(self, column: str, wanted: list[Any]) -> list[Any]:
+        """How values asked for are stored; None for one that cannot be."""
         kind = self._kinds[column]
-        fits = isinstance(value, str) if kind == "string" else isinstance(value, NUMBER)
-        if not fits or (kind in ("int", "bool") and value != value // 1):
-            raise QueryError(
-                f"{column}={value!r} was asked for, but {column!r} is a column of kind {kind}"
-            )
+        for value in wanted:
+            fits = isinstance(value, str) if kind == "string" else isinstance(value, NUMBER)
+            if not fits or (kind in ("int", "bool") and value != value // 1):
+                raise QueryError(
+                    f"{column}={value!r} was asked for, but {column!r} is a column of kind {kind}"
+                )
         if kind == "string":
-            return self._codes(column).get(value)
+            known = {string: code for code, string in enumerate(self._strings(column))}
+            return [known.get(value) for value in wanted]
         if kind == "float":
-            return float(value)
-        return int(value) if NO_VALUE < value < -NO_VALUE else None
-
-    def _codes(self, column: str) -> dict[str, int]:
-        if column not in self._dictionaries:
-            self._dictionaries[column] = {s: i for i, s in enumerate(self._strings.get(column, []))}
-        return self._dictionaries[column]
+            return [float(value) for value in wanted]
+        return [int(v) if NO_VALUE < v < -NO_VALUE else None for v in wanted]
 
     def _refuse_unknown(self, column: str, values: list[Any]) -> None:
-        known = set(self._elsewhere(column))
-        unknown = [v for v in values if v not in known]
-        if unknown:
-            listed = sorted(known)
-            shown = ", ".join(map(repr, listed[:12])) + (", ..." if len(listed) > 12 else "")
-            raise QueryError(
-                f"no recorded pattern has {column}={unknown[0]!r}; {column!r} takes the "
-                f"{len(listed)} values {shown}"
-            )
+        """Raise for a value that no pattern of any layer has."""
+        layers = self._opened.description.layers
+        known = {v for name in layers for v in Patterns(self._opened, name).values(column)}
+        for value in values:
+            if value not in known:
+                shown = ", ".join(map(repr, sorted(known)[:12])) + ", ..." * (len(known) > 12)
+                raise QueryError(
+                    f"no recorded pattern has {column}={value!r}; {column!r} takes the "
+                    f"{len(known)} values {shown}"
+                )
 
 
-def values_of(
-    layers: Sequence[str],
-    segments: Sequence[Segment],
-    kinds: Mapping[str, str],
-    strings: Mapping[str, list[str]],
-    column: str,
-) -> set[Any]:
-    """What a column holds in any of the layers."""
-    found: set[Any] = set()
-    for layer in layers:
-        uses = partial(Uses, layer, [s for s in segments if layer in s.rows])
-        known = Patterns(layer, segments, kinds, strings, uses, lambda _: ())
-        found.update(known.values(column))
-    return found
+def column_kinds(opened: OpenedMemory) -> dict[str, str]:
+    """The kind of every column: `step`, then what was tagged, then what follows from the uses."""
+    return {"step": "int", **opened.description.tags, **dict.fromkeys(OWN_COLUMNS, "int")}

@@ -1,89 +1,87 @@
-"""Writing tensor files: ordinary safetensors files, past the page cache, summed by blocks.
+"""Tensor files: ordinary safetensors files, written past the page cache, checked as they are read.
+
+A file is summed in blocks of at most 4 MiB, which never reach from one part into the next: the
+header, the small tensors, then each big one. A tensor that is read lies in the file itself, mapped;
+its blocks are compared with their checksums before it is handed out, once. So damaged bytes never
+become numbers, and a reader checks what it reads and little else.
 
 Why it is hard: the bytes must reach the disk without costing the training loop, so the big tensors
-start at page boundaries and go straight from the recorder's buffers to the device (O_DIRECT), past
-the page cache; everything else is copied through a small staging area. safetensors allows no holes,
-so the gaps are named: tensors called `padding/…`.
-
-A file is summed in consecutive blocks of at most 4 MiB, which never reach from one part into the
-next: the header, the small tensors, then each big tensor. So damage can be pinned to a tensor, the
-list of checksums stays short, and a reader checks what it reads and little else (`mapped.py`).
+start at page boundaries and go straight from the recorder's buffers to the device (O_DIRECT: past
+the page cache, all threads together take a quarter less). safetensors allows no holes, so the gaps
+are named: tensors called `padding/…`. And a checksum proves that a file is what was written, not
+who wrote it: what a header says is checked, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
 import struct
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.errors import RecordingError
-from dualform.memory.checksums import crc32
+from dualform.errors import MemoryFileError, RecordingError
+from dualform.memory.fields import DTYPES, count, crc32, damaged, exactly, reading, shape
 
 PAGE = 4096
 CHECKSUM_BLOCK = 4 << 20
-"""Most bytes per crc32: small enough to say where damage lies, few enough for the manifest."""
-
-WIPE_ON_FORK = 18
-"""Linux's MADV_WIPEONFORK, which the standard library does not name."""
+"""Most bytes per crc32: small enough to say where damage lies, few enough for the list of them."""
 
 PADDING = "padding/"
-DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
+DTYPE_NAMES = {  # F32, BF16, I64, U8, BOOL, …
+    dtype: name.upper().replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
+    for name, dtype in DTYPES.items()
+    if not dtype.is_complex
+}
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-@dataclass(frozen=True)
-class TensorBytes:
-    """One tensor to be written: its name, type, shape and the memory it lies in, piece by piece.
+# -- writing ---------------------------------------------------------------------------------------
 
-    `pages` is given by memory that starts at a page boundary and owns its last page to the end:
-    those whole pages can be written from where they lie.
+
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
+) -> list[list[int]]:
+    """Write a safetensors file in one go and sync it; return its blocks as [bytes, crc32].
+
+    Whole pages of tensors that begin with one are written from where they lie. The others come
+    first, packed. A file that could not be written to its end is taken away again.
     """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: Sequence[memoryview]
-    pages: memoryview | None = None
-
-    @property
-    def bytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
-def tensor_bytes(name: str, value: Tensor | NDArray[Any]) -> TensorBytes:
-    """An ordinary tensor or array to be written."""
-    tensor = _plain(name, value)
-    return TensorBytes(name, tensor.dtype, tuple(tensor.shape), [_raw(tensor)])
-
-
-def stacked_bytes(name: str, values: Sequence[Tensor]) -> TensorBytes:
-    """Several tensors of one type and shape as one, [n, …], without stacking them in RAM."""
-    tensors = [_plain(name, value) for value in values]
-    shape = (len(tensors), *tensors[0].shape)
-    return TensorBytes(name, tensors[0].dtype, shape, [_raw(t) for t in tensors])
+    plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
+    large = [name for name, t in plain.items() if t.nbytes >= PAGE and not t.data_ptr() % PAGE]
+    small = sorted(plain.keys() - set(large), key=lambda name: (-plain[name].itemsize, name))
+    header = _header(
+        {name: plain[name] for name in (*small, *large)}, {*small[-1:], *large}, metadata
+    )
+    parts = [_packed([memoryview(header)]), _packed([_raw(plain[name]) for name in small])]
+    for raw in (_raw(plain[name]) for name in large):
+        whole = len(raw) // PAGE * PAGE
+        parts += [raw[:whole], _packed([raw[whole:]])]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    for past_the_cache in (getattr(os, "O_DIRECT", 0), 0):
+        try:
+            return _write(path, flags | past_the_cache, parts)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            if not past_the_cache or not isinstance(error, OSError):
+                raise  # else: a file system without O_DIRECT, or with larger blocks than ours
+    raise AssertionError
 
 
-def _plain(name: str, value: Tensor | NDArray[Any]) -> Tensor:
-    array = isinstance(value, np.ndarray)
-    tensor = torch.from_numpy(np.ascontiguousarray(value)) if array else torch.as_tensor(value)
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """A tensor as it can be written."""
     tensor = tensor.detach().cpu().resolve_neg()
     if tensor.is_complex():  # safetensors of every age know only real numbers: pairs of them
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -92,146 +90,164 @@ def _plain(name: str, value: Tensor | NDArray[Any]) -> Tensor:
             f"{name}: a {tensor.layout} tensor of {tensor.dtype} cannot be kept in a memory; "
             "expected a dense tensor of floats, complex numbers, integers or booleans"
         )
-    return tensor.reshape(value.shape).contiguous() if array else tensor.contiguous()
+    return tensor.contiguous()
 
 
 def _raw(tensor: Tensor) -> memoryview:
     """The memory a contiguous tensor lies in."""
-    if not tensor.numel():
-        return memoryview(b"")
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
-def whole_pages(size: int) -> mmap.mmap:
-    """Zeros for at least so many bytes, starting at a page boundary as O_DIRECT wants it.
-
-    Private memory: shared memory knows no huge pages and is not given back in parts. But it is not
-    handed on to forked processes (a DataLoader's workers), which see zeros in its place: else every
-    page would be copied when it is next written to, and the old one live as long as the worker.
-    """
-    size = max(PAGE, size + -size % PAGE)
-    if not hasattr(mmap, "MAP_PRIVATE"):  # not a POSIX system
-        return mmap.mmap(-1, size)
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel without it
-            area.madvise(WIPE_ON_FORK)
-    return area
-
-
-def write_tensor_file(
-    path: Path, tensors: Sequence[TensorBytes], metadata: dict[str, str]
-) -> list[list[int]]:
-    """Write a safetensors file in one go and sync it; return its blocks as [bytes, crc32].
-
-    The small tensors come first, packed; then the page-aligned ones, from where they lie. A file
-    that could not be written to its end is taken away again.
-    """
-    small = sorted((t for t in tensors if t.pages is None), key=lambda t: -t.dtype.itemsize)
-    large = [t for t in tensors if t.pages is not None]
-    packed = [piece for tensor in small for piece in tensor.pieces]
-    parts = [_staged([memoryview(_header(small, large, metadata))]), _staged(packed)]
+def _write(path: Path, flags: int, parts: Sequence[memoryview]) -> list[list[int]]:
     blocks: list[list[int]] = []
+    descriptor = os.open(path, flags, 0o644)
     try:
-        descriptor = _opened(path)
-        try:
-            for block in chain(*parts, *map(_in_place, large)):
+        for part in parts:
+            for start in range(0, len(part), CHECKSUM_BLOCK):
+                block = part[start : start + CHECKSUM_BLOCK]
                 blocks.append([len(block), crc32(block)])
-                _write_all(descriptor, block)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
+                while block:
+                    block = block[os.write(descriptor, block) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return blocks
 
 
-def _staged(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Copy pieces one after the other into whole pages, block by block; zeros fill the last."""
-    area, used = memoryview(whole_pages(CHECKSUM_BLOCK)), 0
-    for piece in pieces:
-        while piece:
-            part = piece[: CHECKSUM_BLOCK - used]
-            area[used : used + len(part)] = part
-            used, piece = used + len(part), piece[len(part) :]
-            if used == CHECKSUM_BLOCK:
-                yield area
-                used = 0
-    if used:
-        end = used + -used % PAGE
-        area[used:end] = bytes(end - used)
-        yield area[:end]
+def _packed(pieces: Sequence[memoryview]) -> memoryview:
+    """Copy pieces one after the other into whole pages; zeros fill the last."""
+    size, used = sum(piece.nbytes for piece in pieces), 0
+    size += -size % PAGE
+    area = mmap.mmap(-1, max(PAGE, size))  # begins with a page
+    to = np.frombuffer(area, np.uint8)
+    for piece in pieces:  # numpy copies without Python's lock
+        to[used : (used := used + piece.nbytes)] = np.frombuffer(piece, np.uint8)
+    return memoryview(area)[:size]
 
 
-def _in_place(tensor: TensorBytes) -> Iterator[memoryview]:
-    """The blocks of a tensor that owns its pages; zeros fill the last."""
-    pages = tensor.pages
-    assert pages is not None
-    pages[tensor.bytes :] = bytes(len(pages) - tensor.bytes)
-    for start in range(0, len(pages), CHECKSUM_BLOCK):
-        yield pages[start : start + CHECKSUM_BLOCK]
-
-
-def _header(
-    small: Sequence[TensorBytes], large: Sequence[TensorBytes], metadata: dict[str, str]
-) -> bytes:
-    """Length and entries, filled up with blanks to whole pages."""
+def _header(tensors: Mapping[str, Tensor], last: set[str], metadata: dict[str, str]) -> bytes:
+    """Length and entries, filled up with blanks to whole pages; what is `last` ends with one."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     position = 0
 
-    def enter(name: str, dtype: str, shape: Sequence[int], size: int) -> None:
+    def enter(name: str, dtype: str, sizes: Sequence[int], size: int) -> None:
         nonlocal position
         offsets = [position, position + size]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        entries[name] = {"dtype": dtype, "shape": list(sizes), "data_offsets": offsets}
         position += size
 
-    def fill_page() -> None:
-        if rest := -position % PAGE:
+    for name, tensor in tensors.items():
+        enter(name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
+        rest = -position % PAGE if name in last else 0
+        if rest:
             enter(f"{PADDING}{len(entries)}", "U8", [rest], rest)
-
-    for tensor in small:
-        enter(tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.bytes)
-    fill_page()
-    for tensor in large:
-        enter(tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.bytes)
-        fill_page()
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % PAGE)
     return struct.pack("<Q", len(text)) + text
 
 
-def _opened(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    with contextlib.suppress(OSError, AttributeError):  # file systems without it
-        return os.open(path, flags | os.O_DIRECT, 0o644)
-    return os.open(path, flags, 0o644)
+# -- reading ---------------------------------------------------------------------------------------
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
+class Place(NamedTuple):
+    """Where a tensor lies in its file, as its header says."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """A tensor file open for reading. No descriptor stays open: there may be thousands of them."""
+
+    def __init__(self, path: Path, blocks: Sequence[tuple[int, int]]) -> None:
+        self.path, self._blocks = path, blocks
+        self._ends = list(accumulate(size for size, _ in blocks))
+        self._verified = bytearray(len(blocks))
+        compare_size(path, self._ends[-1])
         try:
-            written = os.write(descriptor, data)
-        except OSError as error:
-            # A device with larger blocks than ours, or the odd end of a write that was cut short.
-            if error.errno != errno.EINVAL or not _leave_direct_mode(descriptor):
-                raise
-            continue
-        data = data[written:]
+            whole = torch.from_file(str(path), shared=False, size=self._ends[-1], dtype=torch.uint8)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise MemoryFileError(f"{path} cannot be read: {error}") from error
+        self._content, self._bytes = whole, _raw(whole)
+        self.places: dict[str, Place] = {}
+        with reading(f"the header of {path}"):
+            self._read_header()
+
+    def _read_header(self) -> None:
+        self.verify(0, 8)
+        data = 8 + int.from_bytes(self._bytes[:8], "little")
+        self.verify(8, min(data, len(self._bytes)))
+        entries = exactly(dict, json.loads(bytes(self._bytes[8:data])))
+        for name, entry in entries.items():
+            if name == "__metadata__" or name.startswith(PADDING):
+                continue
+            dtype, sizes = DTYPES_BY_NAME[entry["dtype"]], shape(entry["shape"])
+            start, stop = (data + count(offset) for offset in entry["data_offsets"])
+            fits = prod(sizes) * dtype.itemsize == stop - start and start % dtype.itemsize == 0
+            if not fits or stop > len(self._bytes):
+                raise ValueError(f"{name!r} in bytes {start} to {stop}: {sizes} of {dtype}")
+            self.places[name] = Place(dtype, sizes, start, stop)
+
+    def tensor(
+        self,
+        name: str,
+        sizes: Sequence[int] | None = None,
+        dtypes: Sequence[torch.dtype] = (),
+        rows: slice = slice(None),
+    ) -> Tensor:
+        """A tensor, or some of its rows, mapped; its bytes are those that were written.
+
+        `MemoryFileError` unless the tensor has the shape and one of the types it should have.
+        """
+        if name not in self.places:
+            raise damaged(self.path, f"it holds no tensor {name!r}")
+        dtype, found, start, stop = self.places[name]
+        if (dtypes and dtype not in dtypes) or (sizes is not None and found != tuple(sizes)):
+            wanted = " or ".join(map(str, dtypes)), sizes and tuple(sizes)
+            raise damaged(self.path, f"{name!r} is {dtype}, {found}; expected {wanted}")
+        if rows != slice(None):
+            low, high, _ = rows.indices(found[0])
+            found = (max(0, high - low), *found[1:])
+            of_row = prod(found[1:]) * dtype.itemsize
+            start, stop = start + low * of_row, start + (low + found[0]) * of_row
+        self.verify(start, stop)
+        return self._content[start:stop].view(dtype).view(found)
+
+    def verify(self, start: int, stop: int) -> None:
+        """Compare the blocks that bytes lie in with their checksums, unless that was done."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._ends, stop)
+        if start >= stop or self._verified.find(0, first, last + 1) < 0:
+            return
+        for number in range(first, last + 1):
+            (size, checksum), end = self._blocks[number], self._ends[number]
+            if not self._verified[number] and crc32(self._bytes[end - size : end]) != checksum:
+                here = [
+                    n for n, at in self.places.items() if at.start < end and at.stop > end - size
+                ]
+                what = ", ".join(here[:8]) or "its header"
+                raise MemoryFileError(
+                    f"{self.path} is damaged: bytes {end - size} to {end - 1} do not match their "
+                    f"checksum ({what}{', …' * (len(here) > 8)}). Restore the file from a copy; "
+                    "the other files are unharmed"
+                )
+            self._verified[number] = 1
 
 
-def _leave_direct_mode(descriptor: int) -> bool:
-    """Go on through the page cache; False if that is how the file was written anyway."""
-    with contextlib.suppress(ImportError, AttributeError):
-        import fcntl
-
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return bool(flags & os.O_DIRECT)
-    return False
+def compare_size(path: Path, written: int) -> None:
+    """`MemoryFileError` unless a file is there, and as long as it was written."""
+    try:
+        size = path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise MemoryFileError(
+            f"{path} cannot be opened: {error}. The memory lists it, so it was deleted or moved; "
+            "restore it from a copy"
+        ) from error
+    if size != written or not path.is_file():
+        what = "truncated" if size < written else "changed"
+        raise MemoryFileError(
+            f"{path} is {size} bytes long, but {written} were written: it was {what} after it was "
+            "committed. Restore it from a copy"
+        )

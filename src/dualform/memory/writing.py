@@ -4,8 +4,8 @@
 a segment is a file and a line, and the manifest is written when recording begins, is resumed or
 ends. `rewind` cuts a memory back to an earlier step, in an order that is safe to die in.
 
-Why it is hard: any of these acts may fail or be cut off half way, by a full disk, Ctrl-C or the
-end of the process, and what is there afterwards must be a sound memory, for the next commit too.
+Why it is hard: any of these acts may be cut off half way, by a full disk, Ctrl-C or the end of the
+process, and what is there afterwards must be a sound memory, for the next commit too.
 """
 
 from __future__ import annotations
@@ -25,41 +25,39 @@ import torch
 
 from dualform.errors import RecordingError
 from dualform.memory import files
-from dualform.memory.checksums import crc32
 from dualform.memory.content import SegmentContent
-from dualform.memory.fields import seal
+from dualform.memory.fields import seal, unseal
 from dualform.memory.files import LINES, MANIFEST, NUMBERED, SEGMENTS, TEMPORARY
-from dualform.memory.liveness import PROGRESS, Progress, WriterLock
-from dualform.memory.opened import OpenedMemory
+from dualform.memory.liveness import PROGRESS, Progress
 from dualform.memory.rewriting import content_of
+from dualform.memory.segments import OpenedMemory
 from dualform.memory.tensor_files import write_tensor_file
 from dualform.version import __version__
+
+OWN = (MANIFEST + TEMPORARY, LINES, LINES + TEMPORARY)
 
 
 def environment() -> dict[str, str]:
     """What a run was recorded with, for the manifest."""
-    return {
-        "dualform": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "platform": sys.platform,
-    }
+    versions = {"dualform": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return versions | {"python": platform.python_version(), "platform": sys.platform}
 
 
 class MemoryWriter:
-    """One memory being written. Not thread-safe: one thread at a time calls it.
-
-    With `resume` the memory that is there is only locked; `rewind` then takes it up. `begin` is to
-    be called in either case, and before the first commit.
-    """
+    """One memory being written, by one thread at a time. With `resume` the memory that is there is
+    only locked; `rewind` then takes it up. `begin` is called in either case, before a commit."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = path
+        self.steps = 0
+        """How many steps are committed."""
+        self._manifest: dict[str, Any] = {"run": secrets.token_hex(8)}
+        self._lines = _Lines(path / LINES, files.first_link(self._manifest))
+        self._next_file = 0
         with refusing(path):
             path.mkdir(parents=True, exist_ok=True)
             _claim(path, overwrite=overwrite or resume)
-            self._lock = WriterLock(path)
+            self.progress = Progress(path)
         try:
             with refusing(path):
                 # once more: another recorder may have come and gone
@@ -68,31 +66,22 @@ class MemoryWriter:
                     clear_directory(path)
                     (path / SEGMENTS).mkdir(exist_ok=True)
                     files.replace_file(path / LINES, b"")
-                self.progress = Progress(path, None if resume else 0)
+                    self.progress.set(0)
         except BaseException:
-            self._lock.release()
+            self.progress.release()
             raise
-        self.steps = 0
-        """How many steps are committed."""
-        self._manifest: dict[str, Any] = {"run": secrets.token_hex(8)}
-        self._lines = _Lines(path / LINES, files.first_link(self._manifest))
-        self._next_file = 0
-        self._places: dict[str, int] = {}
 
     def begin(self, description: Mapping[str, Any], *, write: bool = True) -> None:
-        """Say what the run is: every, stored, parameters, buffers, environment, phases, remarks.
-
-        With `write=False` nothing can be opened before `end`: a copy is whole or not there.
-        """
-        places = {p["name"]: i for i, p in enumerate(description["parameters"])}
-        if self._places not in ({}, places):
+        """Say what the run is: every, stored, parameters, buffers, environment, phases, remarks;
+        with `write=False` nothing can be opened before `end`: a copy is whole or not there."""
+        known = [p["name"] for p in self._manifest.get("parameters", description["parameters"])]
+        if known != [p["name"] for p in description["parameters"]]:
             raise RecordingError(
                 f"{self.path} holds the log of other parameters than the model has now. Resume "
                 "with the model it was recorded from, or record into a new path"
             )
-        self._places = places
-        described = {**description, "format": files.FORMAT, "schema": files.SCHEMA}
-        self._manifest = {**described, "run": self._manifest["run"]}
+        about = {"format": files.FORMAT, "schema": files.SCHEMA, "run": self._manifest["run"]}
+        self._manifest = {**description, **about}
         if write:
             self._write_manifest(closed=False)
 
@@ -109,7 +98,7 @@ class MemoryWriter:
 
     def _write_segment(self, content: SegmentContent) -> dict[str, Any]:
         """Write a segment's file under a name that no other has; return what its line says."""
-        tensors, entry = content.packed(self._places)
+        tensors, entry = content.packed()
         path = self.path / SEGMENTS / f"{self._next_file:06d}.safetensors"
         self._next_file += 1  # whatever happens: a name is used once
         about = {"format": files.FORMAT, "first_step": str(content.first_step)}
@@ -118,32 +107,27 @@ class MemoryWriter:
         return entry | {"file": path.name, "blocks": blocks}
 
     def rewind(self, step: int) -> None:
-        """Take up the memory that is there, cut back to the state after `step` updates.
-
-        It is safe to die at any point: first the new file that ends at the cut, then a manifest
-        that is not closed, then all lines anew in one rename; only then are other files deleted.
-        """
+        """Take up the memory that is there, cut back to the state after `step` updates. It is safe
+        to die at any point: first the new file that ends at the cut, then a manifest that is not
+        closed, then all lines anew in one rename; only then are other files deleted."""
         with refusing(self.path):
             memory = OpenedMemory(self.path)
             if not 0 <= step <= memory.steps:
                 raise RecordingError(
                     f"{self.path} holds {memory.steps} steps and cannot go back to step {step}"
                 )
-            manifest, entries = memory.committed.manifest, memory.committed.entries
-            self._manifest = dict(manifest)
-            self._places = {name: p.index for name, p in memory.description.parameters.items()}
+            self._manifest = dict(memory.committed.manifest)
             self._next_file = 1 + max((int(f.stem) for f in _numbered(self.path)), default=-1)
             whole = sum(segment.end <= step for segment in memory.segments)
-            entries = list(entries[:whole])
+            entries = memory.committed.entries[:whole]
             if whole < len(memory.segments) and memory.segments[whole].first_step < step:
                 content = content_of(memory, memory.segments[whole], stop=step)
                 entries.append(self._write_segment(content))
             self._write_manifest(closed=False)
-            self._lines.replace(entries, files.first_link(manifest))
+            self._lines.replace(entries, files.first_link(self._manifest))
             self.steps = step
-            named = {entry["file"] for entry in entries}
             for file in _numbered(self.path):
-                if file.name not in named:
+                if file.name not in {entry["file"] for entry in entries}:
                     file.unlink()
             self.progress.set(step)
 
@@ -153,59 +137,51 @@ class MemoryWriter:
             self._manifest["remarks"] = [*self._manifest.get("remarks", []), *remarks]
             self._write_manifest(closed=closed)
 
-    def give_up(self, remark: str) -> None:
-        """Say in the memory why it ends at its last commit."""
-        self.end(closed=False, remarks=[remark])
-
     def release(self) -> None:
-        """Let go of the directory. May be called again."""
-        self.progress.close()
-        self._lock.release()
+        """Let others write. May be called again."""
+        self.progress.release()
 
     def _write_manifest(self, *, closed: bool) -> None:
-        counted = {"segments": self._lines.count, "steps": self.steps} if closed else {}
-        kept = {k: v for k, v in self._manifest.items() if k not in ("segments", "steps", "closed")}
-        self._manifest = kept | counted | {"closed": closed}
-        files.write_manifest(self.path, self._manifest)
+        """What a closed memory holds is counted, so that a line that is missing is missed."""
+        counted = {"segments": self._lines.count, "steps": self.steps, "closed": closed}
+        files.write_manifest(self.path, self._manifest | counted)
 
 
 class _Lines:
-    """The list of segments: lines are appended, each with the checksum of the one before it."""
+    """The list of segments: lines are appended, each sealed with the one before it."""
 
     def __init__(self, path: Path, first: int) -> None:
-        self._path, self._last = path, first
-        self.count, self._length = 0, 0
+        self._path, self._last, self._length, self.count = path, first, 0, 0
 
     def append(self, entry: dict[str, Any]) -> None:
         """Add a line for good. What is cut off half way is taken away, now or before the next."""
-        line = seal("segment", entry | {"after": self._last})
-        flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(self._path, flags)
+        line = seal("segment", entry, self._last)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
         try:
-            if os.fstat(descriptor).st_size != self._length:
+            os.ftruncate(descriptor, self._length)
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, self._length)
-            try:
-                rest = memoryview(line)
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-                os.fsync(descriptor)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, self._length)
-                raise
+            raise
         finally:
             os.close(descriptor)
-        self.count, self._length, self._last = self.count + 1, self._length + len(line), crc32(line)
+        self._count(line)
 
     def replace(self, entries: Sequence[dict[str, Any]], first: int) -> None:
         """Put these lines in place of all, in one rename."""
-        lines, last = [], first
+        self._last, self._length, self.count, lines = first, 0, 0, []
         for entry in entries:
-            lines.append(seal("segment", entry | {"after": last}))
-            last = crc32(lines[-1])
-        content = b"".join(lines)
-        files.replace_file(self._path, content)
-        self.count, self._length, self._last = len(lines), len(content), last
+            lines.append(seal("segment", entry, self._last))
+            self._count(lines[-1])
+        files.replace_file(self._path, b"".join(lines))
+
+    def _count(self, line: bytes) -> None:
+        self._last = unseal("segment", line, self._last)[1]
+        self._length, self.count = self._length + len(line), self.count + 1
 
 
 @contextmanager
@@ -222,56 +198,40 @@ def refusing(path: Path) -> Iterator[None]:
 
 def _claim(path: Path, *, overwrite: bool) -> None:
     """Make sure the directory is ours to write to; touch nothing in it."""
-    names = {entry.name for entry in path.iterdir()}
-    foreign = sorted(_foreign(path, names))
-    if foreign:
+    found = list(path.rglob("*"))
+    if foreign := sorted(str(f.relative_to(path)) for f in found if not _is_ours(path, f)):
         raise RecordingError(
             f"{path} holds files that are not a memory's ({', '.join(foreign[:5])}); nothing was "
             "touched. Choose an empty or a new directory"
         )
-    if overwrite:
-        return
-    if MANIFEST in names:
+    is_there = (path / MANIFEST).exists()
+    if not overwrite and (is_there or _numbered(path)):
+        gone = "" if is_there else f", but its {MANIFEST} is gone: restore it, if you can"
         raise RecordingError(
-            f"{path} already holds a recorded memory; nothing was touched. Choose another path, "
-            "pass resume=True to go on from the step your model is at, or overwrite=True to "
+            f"{path} already holds a recorded memory{gone}; nothing was touched. Choose another "
+            "path, pass resume=True to go on from the step your model is at, or overwrite=True to "
             "delete that memory and record anew"
         )
-    if _numbered(path):
-        raise RecordingError(
-            f"{path} holds recorded segments, but the {MANIFEST} that explains them is gone; "
-            "nothing was touched. Restore it, choose another path, or pass overwrite=True to "
-            "delete them and record anew"
-        )
 
 
-def _foreign(path: Path, names: set[str]) -> Iterator[str]:
-    """Find what was not made by a recorder: no `overwrite` may ever delete it."""
-    yield from names - files.OWN_NAMES
-    manifest = path / MANIFEST
-    if MANIFEST in names and not (
-        manifest.is_file() and files.FORMAT.encode() in manifest.read_bytes()
-    ):
-        yield MANIFEST
-    if SEGMENTS in names and not (path / SEGMENTS).is_dir():
-        yield SEGMENTS
-    elif SEGMENTS in names:
-        for entry in (path / SEGMENTS).iterdir():
-            if not NUMBERED.fullmatch(entry.name) or entry.is_dir():
-                yield f"{SEGMENTS}/{entry.name}"
+def _is_ours(path: Path, file: Path) -> bool:
+    """Whether a recorder made it: no `overwrite` may ever delete anything else."""
+    if file.is_dir():
+        return file == path / SEGMENTS
+    if file.parent != path:
+        return file.parent == path / SEGMENTS and NUMBERED.fullmatch(file.name) is not None
+    if file.name == MANIFEST:
+        return files.FORMAT.encode() in file.read_bytes()
+    return file.name in (*OWN, PROGRESS)
 
 
 def _numbered(path: Path) -> list[Path]:
-    directory = path / SEGMENTS
-    found = directory.iterdir() if directory.is_dir() else ()
-    return [file for file in found if NUMBERED.fullmatch(file.name)]
+    return [file for file in path.glob(f"{SEGMENTS}/*") if NUMBERED.fullmatch(file.name)]
 
 
 def clear_directory(path: Path) -> None:
     """Delete an earlier memory; the manifest goes first, so that no half of it looks whole."""
     (path / MANIFEST).unlink(missing_ok=True)
     files.sync_directory(path)
-    for file in _numbered(path):
-        file.unlink()
-    for name in (LINES, PROGRESS, MANIFEST + TEMPORARY, LINES + TEMPORARY):
-        (path / name).unlink(missing_ok=True)
+    for file in (*_numbered(path), *(path / name for name in OWN)):
+        file.unlink(missing_ok=True)

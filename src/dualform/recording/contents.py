@@ -10,17 +10,14 @@ the sums that every gradient was compared with: the difference along the signs, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import Layer
-from dualform.memory.content import SegmentContent
+from dualform.memory.content import SegmentContent, use_table
 from dualform.memory.narrowing import lost_in_use, narrow
-from dualform.memory.tensor_files import TensorBytes, tensor_bytes
 from dualform.recording.line import Line, stacked
 from dualform.recording.recurring import Recurring
 from dualform.recording.regions import Region
@@ -70,7 +67,7 @@ class Contents:
     ) -> SegmentContent:
         """Lay out whole steps: rows, their uses, the columns of their tags, the log."""
         used = {layer: found for layer, found in uses.items() if found}
-        rows: dict[str, list[tuple[str, TensorBytes]]] = {}
+        rows: dict[str, list[tuple[str, Tensor]]] = {}
         lost: dict[str, Lost] = {}
         for layer, found in used.items():
             site = self._sites[layer]
@@ -81,7 +78,7 @@ class Contents:
             rows[layer.name] = [
                 tensor
                 for part, narrowed in parts.items()
-                for tensor in self._tensors(layer, part, full[layer, part], narrowed)
+                for tensor in self._tensors(layer, part, narrowed)
             ]
             if self._stored is not None and site.keep == "patterns":
                 lost[layer.name] = self._lost(site, parts, found)
@@ -94,12 +91,12 @@ class Contents:
             steps=len(lines),
             rows=rows,
             uses={
-                layer.name: np.array(
-                    [[*u[:5], positions(u[5], u[6]), next(start), u[7]] for u in found], np.int64
+                layer.name: use_table(
+                    [[*u[:5], positions(u[5], u[6]), next(start), u[7]] for u in found],
+                    [u[6] for u in found],
                 )
                 for layer, found in used.items()
             },
-            shapes={layer.name: [u[6] for u in found] for layer, found in used.items()},
             tags=tags,
             lost=lost,
             log=stacked(lines) if lines else {},
@@ -107,24 +104,19 @@ class Contents:
             news={},
         )
 
-    def _tensors(
-        self, layer: Layer, part: str, region: Region, narrowed: Narrowed
-    ) -> list[tuple[str, TensorBytes]]:
+    def _tensors(self, layer: Layer, part: str, narrowed: Narrowed) -> list[tuple[str, Tensor]]:
         """The tensors that one part is written as."""
         written = narrowed.rows
         recurs = part == "keys" and self._sites[layer].is_given
         folded = self._recurring.fold(layer, written) if recurs else None
-        found: list[tuple[str, Any]] = []
+        found: list[tuple[str, Tensor]] = []
         if folded is not None:
-            found.append(("keys.references", tensor_bytes("", folded.references)))
+            found.append(("keys.references", torch.as_tensor(folded.references)))
             if len(folded.new) < len(written):
-                return [*found, (part, tensor_bytes(part, folded.new))]
-        if written is narrowed.full:
-            found.append((part, region.tensor_bytes(part)))
-        else:
-            found.append((part, tensor_bytes(part, written)))
+                return [*found, (part, folded.new)]
+        found.append((part, written))
         if narrowed.scales is not None:
-            found.append((f"{part}.scales", tensor_bytes("", narrowed.scales)))
+            found.append((f"{part}.scales", narrowed.scales))
         return found
 
     def _lost(self, site: Site, parts: dict[str, Narrowed], uses: list[Use]) -> Lost:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
 
-from dualform.memory.tensor_files import PAGE, TensorBytes, whole_pages
+WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, which the standard library does not name."""
 
 HUGE = 8 << 20
 """From this many bytes on a region asks for huge pages: far fewer page faults while copying."""
@@ -74,9 +76,19 @@ class Region:
         """Keep only the first rows; the memory stays."""
         self.rows = rows
 
-    def tensor_bytes(self, name: str) -> TensorBytes:
-        """The rows as a tensor to be written, in whole pages from where they lie."""
-        memory = memoryview(self._area)
-        whole = memory[: self.bytes + -self.bytes % PAGE]
-        shape = (self.rows, self.width)
-        return TensorBytes(name, self.dtype, shape, [memory[: self.bytes]], pages=whole)
+
+def whole_pages(size: int) -> mmap.mmap:
+    """Zeros for at least so many bytes, from where whole pages can be written past the page cache.
+
+    Private memory: shared memory knows no huge pages and is not given back in parts. But it is not
+    handed on to forked processes (a DataLoader's workers), which see zeros in its place: else every
+    page would be copied when it is next written to, and the old one live as long as the worker.
+    """
+    size = max(mmap.PAGESIZE, size + -size % mmap.PAGESIZE)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # not a POSIX system
+        return mmap.mmap(-1, size)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without it
+            area.madvise(WIPE_ON_FORK)
+    return area

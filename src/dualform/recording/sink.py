@@ -135,7 +135,8 @@ class Sink:
         failure = self._failure or trouble
         if failure is not None:
             with contextlib.suppress(OSError):
-                self._writer.give_up(f"the recording ended early: {failure}")
+                remark = f"the recording ended early: {failure}"
+                self._writer.end(closed=False, remarks=[remark])
             self.raise_failure()
             raise failure
         self._writer.end(closed=True, remarks=remarks)
