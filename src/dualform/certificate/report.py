@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Any
-
-import numpy as np
 
 from dualform.errors import QueryError
 from dualform.table import Table
@@ -44,28 +43,24 @@ class Check:
     @property
     def passed(self) -> bool:
         """Whether the residual is finite and within its bound, and that finite too."""
-        return bool(np.isfinite([self.residual, self.bound]).all() and self.residual <= self.bound)
+        return self.severity <= 1
 
     @property
     def severity(self) -> float:
         """How far the residual is on its way to the bound: more than 1 is a failure."""
-        if self.passed and self.residual == 0:
-            return 0.0
-        if self.bound <= 0 or not np.isfinite([self.residual, self.bound]).all():
-            return float("inf")  # a bound without end would take anything
-        return self.residual / self.bound
+        if not isfinite(self.residual) or not isfinite(self.bound):
+            return inf  # a bound without end would take anything
+        return self.residual / self.bound if self.bound > 0 else inf if self.residual else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for `json.dumps`."""
-        residual, bound = (x if np.isfinite(x) else None for x in (self.residual, self.bound))
-        return {
-            "parameter": self.parameter,
-            "check": self.kind,
-            "residual": residual,
-            "bound": bound,
-            "step": self.step,
-            "passed": self.passed,
-        }
+        own = {n: None if v in (inf, -inf) or v != v else v for n, v in vars(self).items()}
+        return {**own, "passed": self.passed}
+
+    def __str__(self) -> str:
+        if self.residual == self.bound == 0:
+            return "0"
+        return f"{self.residual:.1e} {'≤' if self.passed else '> !'} {self.bound:.1e}"
 
 
 @dataclass(frozen=True)
@@ -113,11 +108,8 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The weakest verdict of all parameters that patterns explain."""
-        found = [v.verdict for v in self.verdicts.values()]
-        order = (NOT, LITTLE, ROUNDED, BITS, KEPT)
-        if self.failures:
-            return NOT
-        return next((verdict for verdict in order if verdict in found), KEPT)
+        found = {NOT} if self.failures else {v.verdict for v in self.verdicts.values()}
+        return next((v for v in (NOT, LITTLE, ROUNDED, BITS) if v in found), KEPT)
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -132,22 +124,32 @@ class Verification:
         """The bound that rounding keeps that residual to."""
         return self._check(parameter, kind).bound
 
+    def _check(self, parameter: str, kind: str | None) -> Check:
+        known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
+        if not known:
+            have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
+            raise QueryError(
+                f"nothing was checked for {parameter!r}, {kind or 'any check'}; checked: {have}"
+            )
+        return max(known, key=lambda check: check.severity)
+
     @property
     def table(self) -> Table:
         """One line per parameter: the verdict, residual ≤ bound of each check, the remainder."""
-        found = {(c.parameter, c.kind): c for c in self.checks}
-        names = list(self.verdicts)
-        kinds = [kind for kind in KINDS if any(known == kind for _, known in found)]
+        found = {(c.parameter, c.kind): str(c) for c in self.checks}
+        verdicts = self.verdicts.values()
         columns: dict[str, Any] = {
-            "parameter": names,
-            "verdict": [v.verdict for v in self.verdicts.values()],
-            "replayed": [f"{v.walked} of {v.ways}" for v in self.verdicts.values()],
+            "parameter": list(self.verdicts),
+            "verdict": [v.verdict for v in verdicts],
+            "replayed": [f"{v.walked} of {v.ways}" for v in verdicts],
         }
-        for kind in kinds:
-            columns[kind] = [_cell(found.get((name, kind))) for name in names]
-        if any(v.remainder for v in self.verdicts.values()):
-            shares = (v.remainder for v in self.verdicts.values())
-            columns["not explained"] = [f"{share:.1%}" if share else "" for share in shares]
+        for kind in KINDS:
+            cells = [found.get((name, kind), "") for name in self.verdicts]
+            columns |= {kind: cells} if any(cells) else {}
+        if any(v.remainder for v in verdicts):
+            columns["not explained"] = [
+                f"{v.remainder:.1%}" if v.remainder else "" for v in verdicts
+            ]
         return Table(columns, "residual ≤ bound, relative: 0 is perfect")
 
     def raise_if_failed(self) -> None:
@@ -171,8 +173,8 @@ class Verification:
         said = "PASSED" if self.passed else "FAILED"
         lines = [f"Verification after {self.steps:,} updates: {said}, {self.verdict}"]
         lines.append(repr(self.table))
-        lines += [f"  {c.parameter}: {_cell(c)}" for c in self.checks if c.kind == "outputs"]
-        lines += [] if self.passed else self.blame()
+        lines += [f"  {c.parameter}: {c}" for c in self.checks if c.kind == "outputs"]
+        lines += self.blame()
         reasons: dict[str, list[str]] = {}
         for v in self.verdicts.values():
             if v.why and v.passed:
@@ -184,39 +186,21 @@ class Verification:
 
     def blame(self) -> list[str]:
         """What did not pass, in sentences."""
-        lines = [
-            f"  {v.parameter}: {v.verdict}" + (f", {v.why}" if v.why else "")
-            for v in self.verdicts.values()
-            if not v.passed
-        ]
+        failed = [v for v in self.verdicts.values() if not v.passed]
+        lines = [f"  {v.parameter}: {v.verdict}" + (f", {v.why}" if v.why else "") for v in failed]
         for check in self.failures:
             where = "" if check.step is None else f", worst at step {check.step}"
             lines.append(
                 f"  {check.parameter}, {KINDS[check.kind]}: residual {check.residual:.2g} is more "
                 f"than the {check.bound:.2g} of rounding{where}"
             )
-        kinds = {check.kind for check in self.failures}
-        agrees = all(v.passed for v in self.verdicts.values())
-        if kinds and kinds <= {"weights", "outputs"} and agrees:
+        if (
+            self.failures
+            and not failed
+            and {c.kind for c in self.failures} <= {"weights", "outputs"}
+        ):
             lines.append(
                 "  the memory agrees with itself: is this the model as it was after "
                 f"{self.steps:,} recorded updates?"
             )
         return lines
-
-    def _check(self, parameter: str, kind: str | None) -> Check:
-        known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
-        if not known:
-            have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
-            raise QueryError(
-                f"nothing was checked for {parameter!r}, {kind or 'any check'}; checked: {have}"
-            )
-        return max(known, key=lambda check: check.severity)
-
-
-def _cell(check: Check | None) -> str:
-    if check is None:
-        return ""
-    if check.residual == check.bound == 0:
-        return "0"
-    return f"{check.residual:.1e} {'≤' if check.passed else '> !'} {check.bound:.1e}"
