@@ -44,7 +44,7 @@ LEAST = 2.0**-120
 LOST = 3.0
 """How many times what 16 bits were measured to lose along the signs a row's sum may have lost."""
 
-MEASURED = 6.0
+MEASURED = 4.0
 """How many times what replays differ by a run may be off."""
 
 TINY = 1e-300

@@ -22,14 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.certificate.bounds import TINY
 from dualform.certificate.gradients import ExplainedGradients, Jitter, times
 from dualform.certificate.marks import mark_of, remembered
 from dualform.errors import QueryError
 from dualform.learning_rules import Classes, OneParameter, class_of, classes
 from dualform.memory import Memory, Phase
 
-REACH = 32
-"""How many float32 steps κ as measured may be from what it was; mostly it is the very one."""
+REACH, MOST = 8, 4096
+"""How many float32 steps κ is searched for: the more, the more terms cancel; and at most."""
 
 Factors = dict[tuple[int, float], list[float]]
 """Of a step and κ as measured: what κ may have been, the likeliest first."""
@@ -173,7 +174,7 @@ class Replay:
         setting, fresh = self.memory.settings[self.log.setting[step]], bool(self.log.fresh[step])
         factors = [kappa]
         if self._is_marked and kappa != 1.0:
-            factors = self._factors.setdefault((step, kappa), near(kappa))
+            factors = self._factors.setdefault((step, kappa), self._near(step, total, kappa))
             before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
         for refuted, factor in enumerate(factors):
             if refuted:
@@ -194,17 +195,26 @@ class Replay:
         one.put(*before)
         return self._take(one, step, total, kappa)
 
+    def _near(self, step: int, total: Tensor, kappa: float) -> list[float]:
+        """List what κ may have been: as measured, and by what makes the gradient what was seen."""
+        v, signs = (
+            self.memory.direction(self.parameter.name),
+            self.memory.signs(self.parameter.name),
+        )
+        rows = total.double().reshape(len(signs), -1)
+        along = (rows[:, 0] if v is None else rows @ v).numpy()
+        whole = float(signs @ along) or TINY
+        reach = int(min(MOST, REACH + REACH * float(np.linalg.norm(along)) / abs(whole)))
+        places = np.array(sorted(range(-reach, reach + 1), key=abs), np.int32)
+        centre = np.float32(self.log.seen[step] / whole)
+        found = (centre.view(np.int32) + places).view(np.float32).astype(float)
+        return [kappa, *found[np.isfinite(found)].tolist()]
+
     def _is_as_marked(self, one: OneParameter, step: int) -> bool:
         mark, of_state = int(self.log.mark[step]), int(self.log.state_mark[step])
         if mark and mark != mark_of([one.weights]):
             return False
         return not of_state or of_state == mark_of(remembered(one.state))
-
-
-def near(kappa: float) -> list[float]:
-    """List the numbers that κ may have been, the likeliest first."""
-    bits = np.float32(kappa).view(np.int32) + np.array(sorted(range(-REACH, REACH + 1), key=abs))
-    return list(dict.fromkeys([kappa, *bits.astype(np.int32).view(np.float32).tolist()]))
 
 
 def at(memory: Memory, parameter: str, step: int, known: Classes | None = None) -> Tensor:
@@ -220,10 +230,10 @@ def at(memory: Memory, parameter: str, step: int, known: Classes | None = None) 
         return memory.kept.weights(parameter, step).clone()
     found = record.stretch(step, kept, known)
     if found.broken:
-        around = [f"step {k}" for k in (found.start, *(k for k in kept if k > step))][:2]
+        around = [str(k) for k in (found.start, *(k for k in kept if k > step))][:2]
         raise QueryError(
             f"the weights of {parameter!r} after {step} updates cannot be rebuilt: {found.broken}. "
-            f"They were kept at {' and '.join(around)}: ask for one of these"
+            f"They were kept at steps {' and '.join(around)}: ask for one of these"
         )
     weights = memory.kept.weights(parameter, found.start)
     with threads_of(memory, max(0, step - 1)):
