@@ -52,7 +52,7 @@ FAR = {
     "bfloat16 autocast": {BITS, LITTLE},
     "bfloat16 autocast, AdamW": {BITS, ROUNDED},
 }
-"""On another machine: where what was learned is not much more than rounding, it certifies little."""
+"""On another machine: where what was learned is hardly more than rounding, it certifies little."""
 
 TORCH_RULES: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
