@@ -155,7 +155,7 @@ def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
     if not moved.any():
         return "nothing", "no optimizer moved it"
     if not record.explained[moved].any():
-        return "all of it", known.why or record.cause(int(moved.argmax()))[0]
+        return "all of it", known.why or record.cause(int(moved.argmax()))
     ways = stretches(memory, known.name, classes())
     reasons = dict.fromkeys(way.broken for way in ways if way.broken)
     return ("a part of it" if reasons else "nothing"), "; ".join(reasons)

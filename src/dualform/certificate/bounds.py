@@ -49,6 +49,9 @@ MEASURED = 4.0
 
 TINY = 1e-300
 
+SMALLEST = {2.0**-53: 2.0**-1074, 2.0**-24: 2.0**-149, 2.0**-11: 2.0**-24, 2.0**-8: 2.0**-133}
+"""The smallest number of a dtype, by u: below some 2/u of it roundings are as large as this."""
+
 DOUBLE = 64 * 2.0**-53
 """The rounding of a fingerprint itself, which is a sum in float64."""
 
@@ -95,7 +98,7 @@ def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Off:
     """Carry (W v, m v) from one known point through a rule with scalars only to the next."""
     size, W, m = np.maximum(start.size, end.size), start.W, start.m
     least = np.maximum(*(np.maximum(p.m_size, root_mean_square(p.m)) for p in (start, end)))
-    e_W, e_m = np.zeros_like(W), np.zeros_like(W)
+    e_W, e_m, tiny = np.zeros_like(W), np.zeros_like(W), 2 * SMALLEST.get(u, 0.0)
     for factors, gv, room in motions:
         ww, wm, mw, mm, nw, nm = map(float, factors)
         e_g, large = room + 2 * u * np.abs(gv), np.maximum(size, np.abs(W))
@@ -103,7 +106,8 @@ def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Off:
         W, m, before = ww * W + wm * m + nw * gv, mw * W + mm * m + nm * gv, (e_W, e_m)
         e_W = abs(ww) * before[0] + abs(wm) * before[1] + abs(nw) * e_g + u * large + 2 * u * step
         e_m = abs(mw) * (before[0] + u * large) + abs(mm) * before[1] + abs(nm) * e_g
-        e_m = e_m + 2 * u * np.maximum(np.abs(m), least)
+        e_m = e_m + 2 * u * np.maximum(np.abs(m), least) + tiny
+        e_W = e_W + tiny
     few = 1 + 4 / max(1, len(motions)) ** 0.5  # a row's roundings may fall together
     room_W = few * (e_W + u * size) + DOUBLE * size
     room_m = few * (e_m + u * np.maximum(np.abs(m), least)) + DOUBLE * (size + np.abs(m))

@@ -118,7 +118,10 @@ class Verifying:
         walker.run()
         checks = list(walker.checks.values())
         missed = [found for way in reversed(chosen) if (found := self._missed(record, way))]
-        walked, remainder = len(chosen) - len(missed), walker.remainder if broken or not ways else 0.0
+        walked, remainder = (
+            len(chosen) - len(missed),
+            walker.remainder if broken or not ways else 0.0,
+        )
 
         def said(verdict: str, why: str = "", step: int | None = None) -> Found:
             return Verdict(name, verdict, why, step, walked, len(ways), remainder), checks

@@ -1,6 +1,6 @@
 """A parameter's gradients as its patterns explain them, update by update.
 
-    g_s = κ_s (own_s + carried_s g_{s−1})          s−1: the parameter's update before
+    g_s = κ_s (own_s + carried_s g_{s−1})         κ = 1 at steps that do not move the parameter
 
 `ExplainedGradients` are whole gradients: own is what the layer's kind computes from the rows of
 each use. In training's dtype that gives the very bits: rows in the dtype of the product, uses of
@@ -75,23 +75,24 @@ class Explained(ABC, Generic[T]):
         """What the patterns of a step add up to, added onto what was held; κ comes later."""
 
     def before(self, step: int) -> T | None:
-        """The gradient that the update at `step` finds in `.grad`, as explained; None if none."""
-        if not self.log.carried[step] or (last := self._previous(step)) is None:
+        """The gradient that a step finds in `.grad`, as explained; None if none is carried."""
+        if not step or not self.log.carried[step]:
             return None
-        if last != self._last[0]:
-            chain = [last]
-            while self.log.carried[chain[-1]] and (s := self._previous(chain[-1])) is not None:
-                chain.append(s)
-            for s in reversed(chain):
+        first = step - 1
+        while first and first != self._last[0] and self.log.carried[first]:
+            first -= 1
+        for s in range(first, step):
+            if s != self._last[0]:
                 self.of(s)
         return self._last[1]
 
     def at(self, step: int, held: T | None) -> tuple[T, float]:
-        """The gradient of an update before κ, and κ; `held` is that of the update before."""
-        return self.own(step, held if self.log.carried[step] else None), float(self.log.kappa[step])
+        """The gradient of a step before κ, and κ; `held` is what `.grad` held before it."""
+        kappa = float(self.log.kappa[step]) if self.log.moved[step] else 1.0
+        return self.own(step, held if self.log.carried[step] else None), kappa
 
     def of(self, step: int) -> T:
-        """The gradient of an update, κ as in the log."""
+        """The gradient of a step, κ as in the log."""
         return self.hold(step, times(*self.at(step, self.before(step))))
 
     def all(self, steps: Sequence[int]) -> Iterator[tuple[int, T]]:
@@ -99,12 +100,9 @@ class Explained(ABC, Generic[T]):
         yield from ((step, self.of(step)) for step in steps if self.log.moved[step])
 
     def hold(self, step: int, gradient: T) -> T:
-        """Remember what `.grad` holds after an update."""
+        """Remember what `.grad` holds after a step."""
         self._last = step, gradient
         return gradient
-
-    def _previous(self, step: int) -> int | None:
-        return next((s for s in range(step - 1, -1, -1) if self.log.moved[s]), None)
 
     def _uses(self, step: int) -> list[tuple[int, LayerMemory, int]]:
         """The uses of a step: its backward pass, the layer, the use's number there."""

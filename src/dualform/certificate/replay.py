@@ -32,6 +32,8 @@ from dualform.memory import Memory, Phase
 REACH, MOST = 8, 4096
 """How many float32 steps κ is searched for: the more, the more terms cancel; and at most."""
 
+UNSAID = "is not explained, and nothing on record says why"
+
 Factors = dict[tuple[int, float], list[float]]
 """Of a step and κ as measured: what κ may have been, the likeliest first."""
 
@@ -80,11 +82,12 @@ class Record:
         self.events = [e for e in memory.events if not e.parameters or parameter in e.parameters]
         self.back = {e.step: e.to for e in self.events if e.to is not None}
         self.is_kept = np.isin(np.arange(memory.steps), memory.kept.gradient_steps(parameter))
-        self.explained, before = self.is_kept | log.explained, False
-        for step in np.flatnonzero(log.moved).tolist():
-            if log.carried[step] and not self.is_kept[step]:
-                self.explained[step] &= before
-            before = bool(self.explained[step])
+        self.explained, is_held = self.is_kept | log.explained, False
+        for step in range(memory.steps):
+            is_held = not log.carried[step] or is_held  # what `.grad` holds, as explained
+            if log.moved[step]:
+                self.explained[step] &= is_held or self.is_kept[step]
+                is_held = bool(self.explained[step])
 
     def way_back(self, at: int, kept: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Go back from the state after `at` updates to a kept one; list the updates between."""
@@ -106,9 +109,8 @@ class Record:
         ]
         lawless = False
         if not found and (open_steps := [s for s in moved if not self.explained[s]]):
-            step, why = open_steps[0], self.cause(open_steps[0])
-            unsaid = f"the gradient of step {step} is not explained, and nothing on record says why"
-            found, lawless = [why or unsaid], not why
+            found = [self.cause(open_steps[0])]
+            lawless = found[0].endswith(UNSAID)
         for place in np.unique(self.log.setting[moved]).tolist():
             path = self.memory.settings[place].path
             if known is not None and class_of(path, known) is None:
@@ -119,7 +121,7 @@ class Record:
         return Stretch(self.known.name, start, stop, steps, broken, lawless, is_replaced)
 
     def cause(self, step: int) -> str:
-        """Say why a gradient is not explained; empty if that is not on record."""
+        """Say why a gradient is not explained; `UNSAID` if that is not on record."""
         every = self.memory.every
         if self.known.keep in ("values", "keys"):
             return self.known.why or f"kept as {self.known.keep}"
@@ -130,7 +132,7 @@ class Record:
                 return f"{event.why} (step {event.step})"
         if self.log.carried[step] and every > 1:
             return f"it held what was not recorded (step {step})"
-        return ""
+        return f"the gradient of step {step} {UNSAID}"
 
 
 class Replay:
