@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING, TINY, measured
-from dualform.certificate.gradients import Jitter
 from dualform.certificate.replay import (
+    UNSAID,
     Factors,
     Record,
     Replay,
@@ -113,40 +113,33 @@ class Verifying:
         record = Record(self.memory, name)
         moved, is_explained = record.log.moved.any(), record.explained.any()
         ways = stretches(self.memory, name, self._classes) if is_explained or not moved else []
-        broken, chosen = [way for way in ways if way.broken], self._chosen(ways)
+        broken, chosen = [way.broken for way in ways if way.broken], self._chosen(ways)
         walker = Walker(record)
-        walker.run()
-        checks = list(walker.checks.values())
+        checks = walker.run()
         missed = [found for way in reversed(chosen) if (found := self._missed(record, way))]
-        walked, remainder = (
-            len(chosen) - len(missed),
-            walker.remainder if broken or not ways else 0.0,
-        )
+        remainder = walker.remainder if broken or not ways else 0.0
 
         def said(verdict: str, why: str = "", step: int | None = None) -> Found:
+            walked = len(chosen) if verdict in (ROUNDED, LITTLE) else len(chosen) - len(missed)
             return Verdict(name, verdict, why, step, walked, len(ways), remainder), checks
 
-        if lawless := [way for way in broken if way.is_unrecorded]:
-            return said(NOT, lawless[0].broken, lawless[0].stop)
+        for way in ways:
+            if way.broken.endswith(UNSAID):
+                return said(NOT, way.broken, way.stop)
         for found in missed:
             if not (found.is_open or inexact(record, found.way)):
                 return said(NOT, found.why, found.left_at)
-        if failed := [check for check in checks if not check.passed]:
-            return said(NOT, f"{failed[0].kind} are off by more than rounding", failed[0].step)
+        for check in checks:
+            if not check.passed:
+                return said(NOT, f"{check.kind} are off by more than rounding", check.step)
         if not chosen:
-            return said(KEPT, broken[-1].broken if broken else record.known.why)
+            return said(KEPT, broken[-1] if broken else record.known.why)
         if not missed:
             checks.append(Check(name, "states", 0.0, 0.0))
-            some = (
-                f"but for {len(broken)} of {len(ways)} stretches: {broken[-1].broken}"
-                if broken
-                else ""
-            )
-            return said(BITS, some if moved else "no optimizer moved it")
-        why, room = inexact(record, missed[0].way) or UNKNOWN, walker.room
-        if walker.is_linear:
-            walked = walker.walked
-        else:
+            some = [f"but for {len(broken)} of {len(ways)} stretches: {why}" for why in broken]
+            return said(BITS, "".join(some[-1:]) if moved else "no optimizer moved it")
+        room = walker.room
+        if not walker.is_linear:
             try:
                 measures = [self._measure(record, found.way) for found in missed]
             except QueryError as error:
@@ -154,8 +147,8 @@ class Verifying:
             checks.append(max((check for check, _ in measures), key=lambda check: check.severity))
             if not checks[-1].passed:
                 return said(NOT, "a replay goes elsewhere by more than rounding", checks[-1].step)
-            walked = len(chosen)
             room = math.sqrt(sum(r * r for _, r in measures) * len(ways) / len(measures))
+        why = inexact(record, missed[0].way) or UNKNOWN
         if room <= CERTIFYING * walker.learned:
             return said(ROUNDED, why)
         share = room / (walker.learned + TINY)
@@ -195,11 +188,10 @@ class Verifying:
         """Replay a stretch in two precisions; how far its end may be off, and is."""
         name, dtype, ends = way.parameter, record.known.dtype, []
         actual = self.memory.kept.weights(name, way.stop).double()
-        for jitter in (None, *map(Jitter, range(2 + JITTERED // max(1, actual.numel())))):
+        for jitter in (None, *range(2 + JITTERED // max(1, actual.numel()))):
             kind = torch.float64 if jitter is None else dtype
-            for done in Replay(self.memory, name, kind, self._classes, jitter=jitter).run(
-                way.start, way.steps
-            ):
+            replay = Replay(self.memory, name, kind, self._classes, jitter=jitter)
+            for done in replay.run(way.start, way.steps):
                 end = done.weights
             ends.append(end.double().clone())
         off, room, scale, typical = measured(ends[0], ends[1:], actual, ROUNDING[dtype])
@@ -209,12 +201,11 @@ class Verifying:
         """Compare the model's weights with the last kept ones: equal to the bit, or not."""
         last = self.memory.kept.steps(name)[-1]
         kept, own = self.memory.kept.weights(name, last), dict(model.named_parameters()).get(name)
-        off = math.inf
-        if own is not None and own.shape == kept.shape:
-            now, size = own.detach().cpu(), float(kept.double().abs().max()) + TINY
-            off = float((now.double() - kept.double()).abs().max()) / size or 1.0
-            off = 0.0 if _same(now, kept) else off
-        return Check(name, "weights", off, 0.0, last)
+        if own is None or own.shape != kept.shape:
+            return Check(name, "weights", math.inf, 0.0, last)
+        off = float((own.detach().cpu().double() - kept).abs().max()) / float(kept.abs().max() or 1)
+        is_same = _same(own.detach().cpu(), kept)
+        return Check(name, "weights", 0.0 if is_same else off or 1.0, 0.0, last)
 
 
 def inexact(record: Record, way: Stretch) -> str:

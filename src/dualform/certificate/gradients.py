@@ -72,7 +72,7 @@ class Explained(ABC, Generic[T]):
 
     @abstractmethod
     def own(self, step: int, held: T | None) -> T:
-        """What the patterns of a step add up to, added onto what was held; κ comes later."""
+        """Add what the patterns of a step sum to onto what was held; κ comes later."""
 
     def before(self, step: int) -> T | None:
         """The gradient that a step finds in `.grad`, as explained; None if none is carried."""
@@ -114,32 +114,14 @@ class Explained(ABC, Generic[T]):
         return "weight" if self.known.name == layer.weight else "bias"
 
 
-class Jitter:
-    """How rows are moved: by what storing and computing round away, in a direction of chance.
+class ExplainedGradients(Explained[Tensor]):
+    """One parameter's gradients as a whole, in one dtype: in float64 they are free of rounding.
 
-    It follows from the stored number itself: one that comes back (an input, a signal too small to
-    be kept) was rounded in one way each time, and that adds up.
+    Given a number as `jitter`, rows are moved by what storing and computing round away.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def of(self, layer: LayerMemory, part: str, rows: Tensor) -> Tensor:
-        """Move some rows of a layer."""
-        size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
-        if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
-            size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
-        words = rows.float().contiguous().view(torch.int32).long() + self._seed * 0x9E3779B1
-        words = (words + torch.arange(rows.shape[1]) * 0xC2B2AE35) * 0x85EBCA6B & 0xFFFFFFFF
-        words = (words ^ (words >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
-        return rows + size * ((words ^ (words >> 12)) * 2.0**-31 - 1).to(rows.dtype)
-
-
-class ExplainedGradients(Explained[Tensor]):
-    """One parameter's gradients as a whole, in one dtype: in float64 they are free of rounding."""
-
     def __init__(
-        self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: Jitter | None = None
+        self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: int | None = None
     ) -> None:
         super().__init__(memory, parameter)
         self.dtype, self._kept, self._jitter = dtype, memory.kept, jitter
@@ -179,8 +161,9 @@ class ExplainedGradients(Explained[Tensor]):
 
     def _rows(self, layer: LayerMemory, use: int, part: str) -> Tensor:
         rows = rows_of(layer, use, part)
-        is_moved = self._jitter is not None and rows.is_floating_point()
-        return self._jitter.of(layer, part, rows) if self._jitter and is_moved else rows
+        if self._jitter is None or not rows.is_floating_point():
+            return rows
+        return rows + jitter(layer, part, rows, self._jitter)
 
 
 class Sums(Explained[Sum]):
@@ -224,6 +207,21 @@ def rows_of(layer: LayerMemory, use: int, part: str) -> Tensor:
     """Read one part of a use's rows."""
     start = int(layer.uses.start[use])
     return layer.read(part, start, start + int(layer.uses.rows[use]))
+
+
+def jitter(layer: LayerMemory, part: str, rows: Tensor, seed: int) -> Tensor:
+    """Make up what rounding took from some rows, in a direction of chance.
+
+    It follows from the stored number itself: one that comes back (an input, a signal too small to
+    be kept) was rounded in one way each time, and that adds up.
+    """
+    size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
+    if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
+        size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
+    words = rows.float().contiguous().view(torch.int32).long() + seed * 0x9E3779B1
+    words = (words + torch.arange(rows.shape[1]) * 0xC2B2AE35) * 0x85EBCA6B & 0xFFFFFFFF
+    words = (words ^ (words >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
+    return size * ((words ^ (words >> 12)) * 2.0**-31 - 1).to(rows.dtype)
 
 
 def times(gradient: T, kappa: float) -> T:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dualform.certificate.bounds import TINY
-from dualform.certificate.gradients import ExplainedGradients, Jitter, times
+from dualform.certificate.gradients import ExplainedGradients, times
 from dualform.certificate.marks import mark_of, remembered
 from dualform.errors import QueryError
 from dualform.learning_rules import Classes, OneParameter, class_of, classes
@@ -34,6 +34,7 @@ REACH, MOST = 8, 4096
 
 UNSAID = "is not explained, and nothing on record says why"
 
+Begin = tuple[Tensor, Mapping[str, Any]]
 Factors = dict[tuple[int, float], list[float]]
 """Of a step and κ as measured: what κ may have been, the likeliest first."""
 
@@ -48,8 +49,6 @@ class Stretch:
     steps: tuple[int, ...]
     broken: str = ""
     """Why patterns do not lead from its start to its end; empty if they do."""
-    is_unrecorded: bool = False
-    """Whether nothing on record accounts for that."""
     is_replaced: bool = False
     """Whether another optimizer takes over at its end: then only weights can be compared."""
 
@@ -60,7 +59,6 @@ class Replayed(NamedTuple):
     step: int
     weights: Tensor
     state: Mapping[str, Any]
-    gradient: Tensor
     is_as_marked: bool
 
 
@@ -100,25 +98,19 @@ class Record:
         """Describe the way to a kept state; given classes, also whether they can take it."""
         start, steps = self.way_back(stop, kept)
         moved = [step for step in steps if self.log.moved[step]]
-        inside = set(steps) - {start}
-        found = [
-            f"{e.why} (before step {e.step})"
-            for e in self.events
-            if (e.what == "edited" and e.step in inside | {stop})
-            or (e.what == "replaced" and e.step in inside)
-        ]
-        lawless = False
-        if not found and (open_steps := [s for s in moved if not self.explained[s]]):
-            found = [self.cause(open_steps[0])]
-            lawless = found[0].endswith(UNSAID)
+        changed = {"edited": {*steps, stop} - {start}, "replaced": {*steps} - {start}}
+        causes = [self.cause(step) for step in moved if not self.explained[step]]
+        events = [event for event in self.events if event.step in changed.get(event.what, ())]
+        found = [why for why in causes if why.endswith(UNSAID)]
+        found += [*(f"{event.why} (before step {event.step})" for event in events), *causes]
         for place in np.unique(self.log.setting[moved]).tolist():
             path = self.memory.settings[place].path
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
                 found.append(f"{path} is not at hand: hand the class in (optimizer={name})")
-        is_replaced = any(e.what == "replaced" and e.step == stop for e in self.events)
         broken = found[0] if found else ""
-        return Stretch(self.known.name, start, stop, steps, broken, lawless, is_replaced)
+        is_replaced = any(e.what == "replaced" and e.step == stop for e in self.events)
+        return Stretch(self.known.name, start, stop, steps, broken, is_replaced)
 
     def cause(self, step: int) -> str:
         """Say why a gradient is not explained; `UNSAID` if that is not on record."""
@@ -146,19 +138,17 @@ class Replay:
         known: Classes,
         *,
         factors: Factors | None = None,
-        jitter: Jitter | None = None,
+        jitter: int | None = None,
     ) -> None:
         self.memory, self.known = memory, known
         self.parameter, self.log = memory.parameters[parameter], memory.log(parameter)
         self._gradients = ExplainedGradients(memory, parameter, dtype, jitter)
         self._is_marked = dtype == self.parameter.dtype and jitter is None
         self._dtype, self._factors = dtype, {} if factors is None else factors
+        self._v, self._signs = memory.direction(parameter), memory.signs(parameter)
 
     def run(
-        self,
-        start: int,
-        steps: Sequence[int],
-        begin: tuple[Tensor, Mapping[str, Any]] | None = None,
+        self, start: int, steps: Sequence[int], begin: Begin | None = None
     ) -> Iterator[Replayed]:
         """Take some updates from a kept state on, or from the weights and state given."""
         name, kept = self.parameter.name, self.memory.kept
@@ -169,15 +159,17 @@ class Replay:
                 total, kappa = self._gradients.at(step, self._gradients.before(step))
                 held = self._take(one, step, total, kappa)
                 self._gradients.hold(step, held)
-                yield Replayed(step, one.weights, one.state, held, self._is_marked)
+                yield Replayed(step, one.weights, one.state, self._is_marked)
 
     def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
         setting, fresh = self.memory.settings[self.log.setting[step]], bool(self.log.fresh[step])
-        factors = [kappa]
+        factors, before = [kappa], (one.weights, one.state)
         if self._is_marked and kappa != 1.0:
-            factors = self._factors.setdefault((step, kappa), self._near(step, total, kappa))
             before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
+            if (step, kappa) not in self._factors:
+                self._factors[step, kappa] = self._near(step, total, kappa)
+            factors = self._factors[step, kappa]
         for refuted, factor in enumerate(factors):
             if refuted:
                 one.put(*before)
@@ -185,31 +177,27 @@ class Replay:
             try:
                 one.step(setting, held.clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
-                raise QueryError(
-                    f"{setting.path} cannot take step {step} again: {error!r:.200}"
-                ) from error
+                said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
+                raise QueryError(said) from error
             if not self._is_marked or self._is_as_marked(one, step):
                 del factors[:refuted]
                 return held
         self._is_marked = False  # it is not κ that is wrong
-        if len(factors) == 1:
-            return held
-        one.put(*before)
-        return self._take(one, step, total, kappa)
+        if len(factors) > 1:
+            one.put(*before)
+            return self._take(one, step, total, kappa)
+        return held
 
     def _near(self, step: int, total: Tensor, kappa: float) -> list[float]:
         """List what κ may have been: as measured, and by what makes the gradient what was seen."""
-        v, signs = (
-            self.memory.direction(self.parameter.name),
-            self.memory.signs(self.parameter.name),
-        )
-        rows = total.double().reshape(len(signs), -1)
-        along = (rows[:, 0] if v is None else rows @ v).numpy()
+        rows, signs = total.double().reshape(len(self._signs), -1), self._signs
+        along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
         whole = float(signs @ along) or TINY
         reach = int(min(MOST, REACH + REACH * float(np.linalg.norm(along)) / abs(whole)))
         places = np.array(sorted(range(-reach, reach + 1), key=abs), np.int32)
-        centre = np.float32(self.log.seen[step] / whole)
-        found = (centre.view(np.int32) + places).view(np.float32).astype(float)
+        with np.errstate(all="ignore"):
+            centre = np.float32(self.log.seen[step] / whole).view(np.int32)
+            found = (centre + places).view(np.float32).astype(float)
         return [kappa, *found[np.isfinite(found)].tolist()]
 
     def _is_as_marked(self, one: OneParameter, step: int) -> bool:
@@ -232,10 +220,10 @@ def at(memory: Memory, parameter: str, step: int, known: Classes | None = None) 
         return memory.kept.weights(parameter, step).clone()
     found = record.stretch(step, kept, known)
     if found.broken:
-        around = [str(k) for k in (found.start, *(k for k in kept if k > step))][:2]
+        around = " and ".join(str(k) for k in (found.start, *(k for k in kept if k > step))[:2])
         raise QueryError(
             f"the weights of {parameter!r} after {step} updates cannot be rebuilt: {found.broken}. "
-            f"They were kept at steps {' and '.join(around)}: ask for one of these"
+            f"They were kept at steps {around}: ask for one of these"
         )
     weights = memory.kept.weights(parameter, found.start)
     with threads_of(memory, max(0, step - 1)):

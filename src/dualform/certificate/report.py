@@ -8,7 +8,7 @@ first thing the printed form says is whether all is well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
@@ -28,6 +28,9 @@ KINDS = {
     "weights": "the last kept weights against the model's",
     "outputs": "outputs by attention against the model's",
 }
+
+
+OF_THE_MODEL = {"weights", "outputs"}
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,13 @@ class Verification:
     steps: int
     verdicts: Mapping[str, Verdict]
     checks: tuple[Check, ...]
-    hashes: Mapping[str, str] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    hashes: Mapping[str, str]
+    remarks: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
         """Whether every check passes, and no verdict is "not" or certifies little."""
-        return all(v.passed for v in self.verdicts.values()) and not self.failures
+        return self.verdict not in (NOT, LITTLE)
 
     @property
     def verdict(self) -> str:
@@ -128,29 +131,22 @@ class Verification:
         known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
         if not known:
             have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
-            raise QueryError(
-                f"nothing was checked for {parameter!r}, {kind or 'any check'}; checked: {have}"
-            )
+            raise QueryError(f"nothing was checked for {parameter!r}, {kind}; checked: {have}")
         return max(known, key=lambda check: check.severity)
 
     @property
     def table(self) -> Table:
         """One line per parameter: the verdict, residual ≤ bound of each check, the remainder."""
         found = {(c.parameter, c.kind): str(c) for c in self.checks}
-        verdicts = self.verdicts.values()
-        columns: dict[str, Any] = {
-            "parameter": list(self.verdicts),
-            "verdict": [v.verdict for v in verdicts],
-            "replayed": [f"{v.walked} of {v.ways}" for v in verdicts],
-        }
+        columns: dict[str, Any] = {"parameter": list(self.verdicts)}
+        columns["verdict"] = [v.verdict for v in self.verdicts.values()]
+        columns["replayed"] = [f"{v.walked} of {v.ways}" for v in self.verdicts.values()]
         for kind in KINDS:
-            cells = [found.get((name, kind), "") for name in self.verdicts]
-            columns |= {kind: cells} if any(cells) else {}
-        if any(v.remainder for v in verdicts):
-            columns["not explained"] = [
-                f"{v.remainder:.1%}" if v.remainder else "" for v in verdicts
-            ]
-        return Table(columns, "residual ≤ bound, relative: 0 is perfect")
+            columns[kind] = [found.get((name, kind), "") for name in self.verdicts]
+        shares = (v.remainder for v in self.verdicts.values())
+        columns["not explained"] = [f"{share:.1%}" if share else "" for share in shares]
+        shown = {name: cells for name, cells in columns.items() if any(cells)}
+        return Table(shown, "residual ≤ bound, relative: 0 is perfect")
 
     def raise_if_failed(self) -> None:
         """Raise `QueryError` saying what did not pass; nothing if all did."""
@@ -159,22 +155,16 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain values, fit for `json.dumps`."""
-        return {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "steps": self.steps,
-            "parameters": [dict(vars(v)) for v in self.verdicts.values()],
-            "checks": [check.to_dict() for check in self.checks],
-            "hashes": dict(self.hashes),
-            "remarks": list(self.remarks),
-        }
+        found: dict[str, Any] = {"passed": self.passed, "verdict": self.verdict}
+        found |= {"steps": self.steps, "remarks": [*self.remarks], "hashes": {**self.hashes}}
+        found["parameters"] = [{**vars(verdict)} for verdict in self.verdicts.values()]
+        return {**found, "checks": [check.to_dict() for check in self.checks]}
 
     def __repr__(self) -> str:
         said = "PASSED" if self.passed else "FAILED"
         lines = [f"Verification after {self.steps:,} updates: {said}, {self.verdict}"]
-        lines.append(repr(self.table))
+        lines += [repr(self.table), *self.blame()]
         lines += [f"  {c.parameter}: {c}" for c in self.checks if c.kind == "outputs"]
-        lines += self.blame()
         reasons: dict[str, list[str]] = {}
         for v in self.verdicts.values():
             if v.why and v.passed:
@@ -187,18 +177,13 @@ class Verification:
     def blame(self) -> list[str]:
         """What did not pass, in sentences."""
         failed = [v for v in self.verdicts.values() if not v.passed]
-        lines = [f"  {v.parameter}: {v.verdict}" + (f", {v.why}" if v.why else "") for v in failed]
-        for check in self.failures:
-            where = "" if check.step is None else f", worst at step {check.step}"
-            lines.append(
-                f"  {check.parameter}, {KINDS[check.kind]}: residual {check.residual:.2g} is more "
-                f"than the {check.bound:.2g} of rounding{where}"
-            )
-        if (
-            self.failures
-            and not failed
-            and {c.kind for c in self.failures} <= {"weights", "outputs"}
-        ):
+        lines = [f"  {v.parameter}: {v.verdict}, {v.why}" for v in failed]
+        lines += [
+            f"  {c.parameter}, {KINDS[c.kind]}: residual {c.residual:.2g} is more than the "
+            f"{c.bound:.2g} of rounding{'' if c.step is None else f', worst at step {c.step}'}"
+            for c in self.failures
+        ]
+        if self.failures and not failed and {c.kind for c in self.failures} <= OF_THE_MODEL:
             lines.append(
                 "  the memory agrees with itself: is this the model as it was after "
                 f"{self.steps:,} recorded updates?"

@@ -13,20 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.certificate.bounds import (
-    DOUBLE,
-    LOST,
-    ROUNDING,
-    SUM,
-    TINY,
-    Along,
-    Motion,
-    Off,
-    Reals,
-    root_mean_square,
-    sum_bound,
-    walk,
-)
+from dualform.certificate import bounds
+from dualform.certificate.bounds import TINY, Along, Motion, Off, Reals, root_mean_square
 from dualform.certificate.gradients import Sum, Sums
 from dualform.certificate.replay import Record, Stretch
 from dualform.certificate.report import Check
@@ -34,12 +22,12 @@ from dualform.learning_rules import linear_steps, rule_of
 
 
 class Walker:
-    """Looks at one parameter along v, from point to point. `checks`: the worst of each kind."""
+    """Looks at one parameter along v, from point to point."""
 
     def __init__(self, record: Record) -> None:
         memory, self.known = record.memory, record.known
         self._record, self._log, self._memory = record, record.log, memory
-        self._u = ROUNDING[self.known.dtype]
+        self._u = bounds.ROUNDING[self.known.dtype]
         self._sums, self._v = Sums(memory, self.known.name), memory.direction(self.known.name)
         self._signs = memory.signs(self.known.name)
         steps, prints = memory.kept.fingerprints(self.known.name)
@@ -48,12 +36,12 @@ class Walker:
         self._prints = {s: p for s, p in found.items() if s not in disturbed}
         self._kept = set(memory.kept.steps(self.known.name))
         self._seen: dict[int, Along] = {}
-        used = memory.settings, np.unique(self._log.setting[self._log.moved]).tolist()
-        rules = [rule_of(used[0][place].path) for place in used[1]]
+        used = np.unique(self._log.setting[self._log.moved])
+        rules = [rule_of(memory.settings[place].path) for place in used.tolist()]
         self.is_linear = bool(rules) and all(rule and rule.is_linear for rule in rules)
-        self.checks: dict[str, Check] = {}
-        self.walked, self.room = 0, 0.0
-        """How many ways were walked; their bounds together, of the rows' signed sum by row."""
+        self._checks: dict[str, Check] = {}
+        self.room = 0.0
+        """The bounds of all ways together, of the rows' signed sum by row."""
         self._explained: Reals = np.zeros(self.known.height + 1)
         self._learned: Reals = np.zeros(self.known.height + 1)
 
@@ -67,8 +55,8 @@ class Walker:
         """The share of what was learned that patterns do not explain, along v."""
         return root_mean_square((self._learned - self._explained)[:-1]) / (self.learned + TINY)
 
-    def run(self) -> None:
-        """Go through the whole run."""
+    def run(self) -> list[Check]:
+        """Go through the whole run; give the worst check of each kind."""
         memory, name = self._memory, self.known.name
         points = sorted((self._kept | self._prints.keys()) - self._record.back.keys())
         path = set(memory.path_to(name, memory.steps).tolist())
@@ -81,6 +69,7 @@ class Walker:
             left -= set(way.steps)
         for step in sorted(left):
             self._look(step, self._sums.of(step))
+        return list(self._checks.values())
 
     def _walk(self, way: Stretch, *, is_on_path: bool) -> None:
         begin, end, motions = self._at(way.start), self._at(way.stop), []
@@ -91,7 +80,7 @@ class Walker:
                 gv, room = self._look(step, found)
             if self._log.moved[step] and self.is_linear:
                 motions.append(Motion(self._factors[step], gv, room))
-        off = walk(begin, end, motions, self._u) if self.is_linear else None
+        off = bounds.walk(begin, end, motions, self._u) if self.is_linear else None
         if is_on_path:
             self._learned = end.W - self._at(0).W
             if off is not None:
@@ -99,19 +88,18 @@ class Walker:
             elif not way.broken:
                 self._explained += end.W - begin.W
         if off is not None and motions and not way.broken and np.isfinite(end.W).all():
-            self.walked += 1
             self.room += float(off.room_W[-1]) / max(1, self.known.height) ** 0.5
             self._compare(off, end, way)
 
     def _look(self, step: int, found: Sum) -> tuple[Reals, Reals]:
         """Compare a step's sum with what training saw; give it and its room, for a motion."""
         whole = float(self._signs @ found.gv) - float(found.lost[0])
-        bound = float(sum_bound(np.asarray(found.gross)))
+        bound = float(bounds.sum_bound(np.asarray(found.gross)))
         if self.known.keep == "examples":  # of them it is not known what 16 bits lost
-            bound += LOST * abs(float(found.lost[1]))
+            bound += bounds.LOST * abs(float(found.lost[1]))
         if self._log.explained[step]:
             off = abs(whole - float(self._log.seen[step]))
-            self._note("steps", off, bound, bound / (SUM * self._u), step)
+            self._note("steps", off, bound, bound / (bounds.SUM * self._u), step)
         return np.append(found.gv, whole), np.append(found.room, bound)
 
     def _compare(self, off: Off, end: Along, way: Stretch) -> None:
@@ -123,8 +111,8 @@ class Walker:
 
     def _note(self, kind: str, off: float, bound: float, size: float, step: int) -> None:
         check = Check(self.known.name, kind, off / size, bound / size, step)
-        if kind not in self.checks or check.severity > self.checks[kind].severity:
-            self.checks[kind] = check
+        if kind not in self._checks or check.severity > self._checks[kind].severity:
+            self._checks[kind] = check
 
     def _at(self, step: int) -> Along:
         """Where the parameter was: by the kept state, which must agree with the fingerprint."""
@@ -134,7 +122,7 @@ class Walker:
                 seen = self._kept_at(step)
                 if found is not None and len(seen.W):
                     off, scale = np.abs(seen.W - found.W).max(), float(seen.size.max()) + TINY
-                    self._note("fingerprints", float(off), DOUBLE * scale, scale, step)
+                    self._note("fingerprints", float(off), bounds.DOUBLE * scale, scale, step)
                 found = seen
             W, m, size, _ = found
             m_size = np.append(np.full_like(m, root_mean_square(m)), np.linalg.norm(m))
@@ -158,4 +146,4 @@ def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
         return flat, np.abs(flat)
     rows = full.flatten(1)
     size = torch.linalg.vector_norm(rows, dim=1) / max(1, rows.shape[1]) ** 0.5
-    return (rows @ v).numpy(), size.numpy()
+    return (rows @ v.double().cpu()).numpy(), size.numpy()

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from dualform.certificate.bounds import Along, Motion, walk
 from dualform.certificate.marks import Marks, Words, remembered
+from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
 from dualform.recording.findings import Findings
@@ -389,15 +390,3 @@ class Buffers:
             }
             for name, buffer in self._model.named_buffers()
         ]
-
-
-def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
-    """A tensor along its direction in float64, row by row, and the size of each row."""
-    full = tensor.double()
-    if v is None:
-        flat = full.reshape(-1).numpy()
-        return flat, np.abs(flat)
-    rows = full.flatten(1)
-    along = rows @ v.double().cpu()
-    size = torch.linalg.vector_norm(rows, dim=1) / rows.shape[1] ** 0.5
-    return along.numpy(), size.numpy()
