@@ -155,8 +155,8 @@ def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
     if not moved.any():
         return "nothing", "no optimizer moved it"
     is_explained = bool(record.explained[moved].any())
-    if known.why and not is_explained:
-        return "all of it", known.why
+    if not is_explained:
+        return "all of it", known.why or record.cause(int(moved.argmax()))
     ways = stretches(memory, known.name, classes())
     reasons = dict.fromkeys(way.broken for way in ways if way.broken)
     if not reasons:

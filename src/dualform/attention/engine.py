@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import kinds
-from dualform.memory import LayerMemory
-from dualform.memory import DistinctKeys
+from dualform.memory import DistinctKeys, LayerMemory
 from dualform.memory.layer import Block
 
 BLOCK = 4096

@@ -44,7 +44,7 @@ def reach(record: Record, at: int) -> Reach:
         return Reach(LINEAR)
     if not record.explained[moved].all():
         step = int(moved[~record.explained[moved]][0])
-        why = record.cause(step)[0]
+        why = record.cause(step)
         rule = rule_of(memory.settings[log.setting[step]].path)
         name = "its rule" if rule is None else rule.name
         return Reach(

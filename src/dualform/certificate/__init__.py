@@ -1,10 +1,21 @@
-"""Do patterns, log, kept states and weights agree? One answer, one theory of rounding.
+"""Do patterns, log and weights agree? One answer, to the bit where bits can be expected.
 
-`bounds.py` says how far rounding may put a number off, `replay.py` takes the updates again (with
-the gradients of `gradients.py`), `checks.py` puts both together, `report.py` is what is handed out.
+`bounds.py` is the one theory of rounding, `marks.py` the numbers that say where training was;
+recorder, resuming and `verify` share both. `gradients.py` is what patterns sum to, `walking.py`
+compares it with what training saw and carries weights along one direction, `replay.py` lets torch's
+own optimizer take the steps again; `checks.py` asks them, `report.py` says what they found.
 """
 
+from dualform.certificate.bounds import ROUNDING as ROUNDING
 from dualform.certificate.checks import verify as verify
+from dualform.certificate.gradients import ExplainedGradients as ExplainedGradients
+from dualform.certificate.marks import Marks as Marks
+from dualform.certificate.replay import Record as Record
+from dualform.certificate.replay import Replay as Replay
+from dualform.certificate.replay import Stretch as Stretch
+from dualform.certificate.replay import at as at
+from dualform.certificate.replay import stretches as stretches
+from dualform.certificate.replay import threads_of as threads_of
 from dualform.certificate.report import Check as Check
 from dualform.certificate.report import Verdict as Verdict
 from dualform.certificate.report import Verification as Verification

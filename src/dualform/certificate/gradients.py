@@ -1,192 +1,229 @@
-"""A parameter's gradients as its patterns explain them, the way torch computes them.
+"""A parameter's gradients as its patterns explain them, update by update.
 
-    g_s = κ_s (own_s + carried_s g_{s−1})          s−1: the parameter's update before
+    g_s = κ_s (own_s + carried_s g_{s−1})         κ = 1 at steps that do not move the parameter
 
-Own is what the layer's kind computes from the rows of each use. In training's dtype that gives the
-very bits: rows in the dtype of the product, uses of one backward pass added one to the other in
-the order of record, each pass added onto what `.grad` held, κ multiplied last. Where the gradient
-itself was kept, it is taken as it is. In float64 the same sums are free of rounding.
-
-A `Jitter` asks how much storing in 16 bits may have changed: rows are moved by what their storage
-rounds away, at random, or every row of a layer alike: what is rounded again and again in one way
-(an input that comes back, an error signal too small to be kept) adds up.
+`ExplainedGradients` are whole gradients: own is what the layer's kind computes from the rows of
+each use. In training's dtype that gives the very bits: rows in the dtype of the product, uses of
+one backward pass added one to the other in the order of record, each pass added onto what `.grad`
+held, κ multiplied last. Where the gradient itself was kept, it is taken as it is. `Sums` are the
+same along the parameter's direction v, one number per row, for every step of a run.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
+from operator import add
+from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualform import layers
-from dualform.certificate.bounds import ROUNDING
-from dualform.layers import Kind
-from dualform.memory import LayerMemory, Memory, ParameterLog
-
-BLOCK = 1 << 24
-"""How many bytes of rows are read at a time, about."""
+from dualform.certificate.bounds import LOST, ROUNDING, Reals, sum_bound
+from dualform.memory import LayerMemory, Memory
 
 
-class RowBlocks:
-    """A layer's rows, use by use: many uses are read at a time."""
+@dataclass(frozen=True)
+class Sum:
+    """Σ δ (x·v) of a parameter's patterns, row by row, and how far it may be off.
 
-    def __init__(self, layer: LayerMemory) -> None:
-        self.layer = layer
-        self.kind: Kind = layers.of(layer.kind)
-        self.parts: tuple[str, ...] = ("keys", "error_signals")
-        if layer.keep == "examples":
-            self.parts = ("weight",) if layer.bias is None else ("weight", "bias")
-        self._low = self._high = self._start = 0
-        self._rows: list[Tensor] = []
-
-    def of(self, use: int) -> list[Tensor]:
-        """Read the rows of a use: keys and error signals, or what examples wrote by role."""
-        uses = self.layer.uses
-        if not self._low <= use < self._high:
-            width = sum(self.layer.read(part, 0, 0).shape[1] for part in self.parts)
-            most = int(uses.start[use]) + BLOCK // max(1, width * self.layer.dtype.itemsize)
-            self._low, self._start = use, int(uses.start[use])
-            self._high = max(use + 1, int(uses.start.searchsorted(most, side="right")) - 1)
-            end = int(uses.start[self._high - 1] + uses.rows[self._high - 1])
-            self._rows = [self.layer.read(part, self._start, end) for part in self.parts]
-        first = int(uses.start[use]) - self._start
-        return [rows[first : first + int(uses.rows[use])] for rows in self._rows]
-
-
-class Jitter:
-    """How rows are moved: `times` what storing and computing round away, in a direction of chance.
-
-    Two of one seed and opposite `times` move rows in opposite directions: a gradient so small that
-    rounding decides on its sign has the other sign in one of the two.
+    `squares`: of its terms times u, by row. `gross`: Σ u ‖δ‖ ‖x‖. `lost`: what 16 bits lost, along
+    the signs and by size.
     """
 
-    def __init__(self, seed: int, times: float, *, is_alike: bool = False) -> None:
-        self.times = times
-        self._chance = torch.Generator().manual_seed(seed)
-        self._alike: dict[tuple[str, str], Tensor] | None = {} if is_alike else None
+    gv: Reals
+    squares: Reals
+    gross: float
+    lost: Reals
 
-    def of(self, layer: LayerMemory, part: str, rows: Tensor) -> Tensor:
-        """Move some rows of a layer."""
-        if not rows.is_floating_point():
-            return rows
-        size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
-        if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
-            size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
-        return rows + self.times * size * self._draw(layer.name, part, rows)
+    def __add__(self, other: Sum) -> Sum:
+        gv, squares = self.gv + other.gv, self.squares + other.squares
+        return Sum(gv, squares, self.gross + other.gross, self.lost + other.lost)
 
-    def _draw(self, layer: str, part: str, rows: Tensor) -> Tensor:
-        if self._alike is None:
-            return 2 * torch.rand(rows.shape, generator=self._chance, dtype=rows.dtype) - 1
-        if (layer, part) not in self._alike:
-            draw = torch.rand(rows.shape[1], generator=self._chance, dtype=rows.dtype)
-            self._alike[layer, part] = 2 * draw - 1
-        return self._alike[layer, part].to(rows.dtype)
+    def __mul__(self, kappa: float) -> Sum:
+        size = abs(kappa)
+        return Sum(self.gv * kappa, self.squares * size**2, self.gross * size, self.lost * kappa)
+
+    @property
+    def room(self) -> Reals:
+        """How far rounding may have put each row off, that of 16 bits as it was measured."""
+        size = np.sqrt(self.squares)
+        lost = LOST * abs(self.lost[1]) * size / (float(np.linalg.norm(size)) or 1.0)
+        found: Reals = sum_bound(size) + lost
+        return found
 
 
-class ExplainedGradients:
-    """One parameter's gradients, update by update, in one dtype."""
+T = TypeVar("T", Tensor, Sum)
+
+
+class Explained(ABC, Generic[T]):
+    """One parameter's gradients, seen in one way."""
+
+    def __init__(self, memory: Memory, parameter: str) -> None:
+        self.known, self.log = memory.parameters[parameter], memory.log(parameter)
+        found = (memory.layer(name) for name in self.known.layers)
+        self.layers = [layer for layer in found if layer.keep != "keys"]
+        self._last: tuple[int | None, T | None] = (None, None)
+
+    @abstractmethod
+    def own(self, step: int, held: T | None) -> T:
+        """Add what the patterns of a step sum to onto what was held; κ comes later."""
+
+    def before(self, step: int) -> T | None:
+        """The gradient that a step finds in `.grad`, as explained; None if none is carried."""
+        if not step or not self.log.carried[step]:
+            return None
+        first = step - 1
+        while first and first != self._last[0] and self.log.carried[first]:
+            first -= 1
+        for s in range(first, step):
+            if s != self._last[0]:
+                self.of(s)
+        return self._last[1]
+
+    def at(self, step: int, held: T | None) -> tuple[T, float]:
+        """The gradient of a step before κ, and κ; `held` is what `.grad` held before it."""
+        kappa = float(self.log.kappa[step]) if self.log.moved[step] else 1.0
+        return self.own(step, held if self.log.carried[step] else None), kappa
+
+    def of(self, step: int) -> T:
+        """The gradient of a step, κ as in the log."""
+        return self.hold(step, times(*self.at(step, self.before(step))))
+
+    def all(self, steps: Sequence[int]) -> Iterator[tuple[int, T]]:
+        """Give every update's gradient in turn; steps that moved nothing are left out."""
+        yield from ((step, self.of(step)) for step in steps if self.log.moved[step])
+
+    def hold(self, step: int, gradient: T) -> T:
+        """Remember what `.grad` holds after a step."""
+        self._last = step, gradient
+        return gradient
+
+    def _uses(self, step: int) -> list[tuple[int, LayerMemory, int]]:
+        """The uses of a step: its backward pass, the layer, the use's number there."""
+        uses = ((layer, use) for layer in self.layers for use in layer.uses_of(step))
+        found = [(int(layer.uses.microbatch[use]), layer, use) for layer, use in uses]
+        return sorted(found, key=lambda use: use[0])
+
+    def _role(self, layer: LayerMemory) -> str:
+        return "weight" if self.known.name == layer.weight else "bias"
+
+
+class ExplainedGradients(Explained[Tensor]):
+    """One parameter's gradients as a whole, in one dtype: in float64 they are free of rounding.
+
+    Given a number as `jitter`, rows are moved by what storing and computing round away.
+    """
 
     def __init__(
-        self,
-        memory: Memory,
-        parameter: str,
-        dtype: torch.dtype,
-        jitter: Jitter | None = None,
+        self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: int | None = None
     ) -> None:
-        self.known, self.dtype = memory.parameters[parameter], dtype
-        self.log: ParameterLog = memory.log(parameter)
-        self._kept, self._jitter = memory.kept, jitter
-        writers = [memory.layer(name) for name in self.known.layers]
-        self._blocks = [RowBlocks(layer) for layer in writers if layer.keep != "keys"]
+        super().__init__(memory, parameter)
+        self.dtype, self._kept, self._jitter = dtype, memory.kept, jitter
         self._has_kept = frozenset(memory.kept.gradient_steps(parameter))
 
-    def before(self, step: int) -> Tensor | None:
-        """The gradient that the update at `step` finds in `.grad`, as explained; None if none."""
-        if not self.log.carried[step]:
-            return None
-        first = step
-        while first and self.log.carried[first]:
-            first -= 1
-        held = None
-        for s in range(first, step):
-            held = self.after(s, held)
-        return held
-
-    def after(self, step: int, held: Tensor | None) -> Tensor | None:
-        """What `.grad` holds after a step that moved the parameter or, as its layer, did not."""
-        is_carried, is_used = held is not None and self.log.carried[step], self._is_used(step)
-        if not self.log.moved[step] and not is_used:
-            return held if is_carried else None
-        total, kappa = self.at(step, held)
-        return times(total, kappa)
-
     def at(self, step: int, held: Tensor | None) -> tuple[Tensor, float]:
-        """The gradient of an update before κ, and κ; `held` is that of the update before."""
         if step in self._has_kept:
             kept = self._kept.gradient(self.known.name, step)
             assert kept is not None
             return kept.to(self.dtype, copy=True), 1.0
-        total = held.clone() if held is not None and self.log.carried[step] else None
-        for passed in self._passes(step):
-            total = passed if total is None else total.add_(passed)
-        if total is None:
-            total = torch.zeros(self.known.shape, dtype=self.dtype)
-        return total, float(self.log.kappa[step]) if self.log.moved[step] else 1.0
+        return super().at(step, held)
 
-    def all(self, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Give every update's gradient in turn, κ as in the log; steps that moved nothing: none."""
-        held, is_first = None, True
-        for step in steps:
-            held = self.before(step) if is_first else held
-            held, is_first = self.after(step, held), False
-            if self.log.moved[step]:
-                assert held is not None
-                yield step, held
+    def own(self, step: int, held: Tensor | None) -> Tensor:
+        total = held
+        for _, uses in groupby(self._uses(step), key=lambda use: use[0]):
+            passed = reduce(add, (self._of_use(*use[1:]) for use in uses)).to(self.dtype)
+            total = passed if total is None else total + passed
+        return torch.zeros(self.known.shape, dtype=self.dtype) if total is None else total
 
-    def _is_used(self, step: int) -> bool:
-        return any(len(blocks.layer.uses_of(step)) for blocks in self._blocks)
-
-    def _passes(self, step: int) -> Iterator[Tensor]:
-        """What each backward pass of a step brought."""
-        found = [
-            (int(blocks.layer.uses.microbatch[use]), blocks, use)
-            for blocks in self._blocks
-            for use in blocks.layer.uses_of(step)
-        ]
-        for _, uses in groupby(sorted(found, key=lambda f: f[0]), key=lambda f: f[0]):
-            total: Tensor | None = None
-            for _, blocks, use in uses:
-                own = self._own(blocks, use)
-                total = own if total is None else total + own
-            assert total is not None
-            yield total.to(self.dtype)
-
-    def _own(self, blocks: RowBlocks, use: int) -> Tensor:
+    def _of_use(self, layer: LayerMemory, use: int) -> Tensor:
         """What one use brought, as large as the parameter."""
-        layer, kind, uses = blocks.layer, blocks.kind, blocks.layer.uses
-        role = "weight" if self.known.name == layer.weight else "bias"
-        rows = blocks.of(use)
-        if self._jitter is not None:
-            shaken = zip(blocks.parts, rows, strict=True)
-            rows = [self._jitter.of(layer, part, own) for part, own in shaken]
+        kind, role, uses = layers.of(layer.kind), self._role(layer), layer.uses
         if layer.keep == "examples":
-            shape = kind.shape_of(layer.layer, role)
-            own = rows[blocks.parts.index(role)].to(self.dtype).sum(0).view(shape)
+            written = self._rows(layer, use, role).to(self.dtype)
+            own = written.sum(0).view(kind.shape_of(layer.layer, role))
         else:
             dtype = uses.dtype_of(use) if self.dtype == self.known.dtype else self.dtype
+            rows = (self._rows(layer, use, part) for part in ("keys", "error_signals"))
             keys, signals = (r.to(dtype) if r.is_floating_point() else r for r in rows)
             facts = uses.shape_of(use), int(uses.layout[use])
             own = kind.gradient(layer.layer, role, keys, signals, *facts)
-        place = layer.rows_of(self.known.name)
         if tuple(own.shape) == self.known.shape:
             return own
         full = torch.zeros(self.known.shape, dtype=own.dtype)
-        full[place] = own
+        full[layer.rows_of(self.known.name)] = own
         return full
 
+    def _rows(self, layer: LayerMemory, use: int, part: str) -> Tensor:
+        rows = rows_of(layer, use, part)
+        if self._jitter is None or not rows.is_floating_point():
+            return rows
+        return rows + jitter(layer, part, rows, self._jitter)
 
-def times(gradient: Tensor, kappa: float) -> Tensor:
+
+class Sums(Explained[Sum]):
+    """One parameter's gradients along v."""
+
+    def __init__(self, memory: Memory, parameter: str) -> None:
+        super().__init__(memory, parameter)
+        self._v = memory.direction(parameter)
+        self._lost = {layer.name: layer.lost(parameter) for layer in self.layers}
+
+    def own(self, step: int, held: Sum | None) -> Sum:
+        zero = np.zeros(self.known.height)
+        found = (self._of_use(layer, use) for _, layer, use in self._uses(step))
+        return reduce(add, found, held or Sum(zero, zero, 0.0, np.zeros(2)))
+
+    def _of_use(self, layer: LayerMemory, use: int) -> Sum:
+        kind, role = layers.of(layer.kind), self._role(layer)
+        v = self._v if role == "weight" else None
+        rows = rows_of(layer, use, role if layer.keep == "examples" else "error_signals").double()
+        if v is not None and layer.keep == "patterns":
+            keys = rows_of(layer, use, "keys")
+            keys = keys.double() if keys.is_floating_point() else keys
+            along, gross = kind.along(layer.layer, keys, rows, v), kind.gross(keys, rows)
+            terms = kind.sizes(layer.layer, keys, rows, v).square()
+        else:
+            gross = float(torch.linalg.vector_norm(rows)) * len(rows) ** 0.5
+            rows = rows if v is None else rows.view(len(rows), -1, len(v)) @ v
+            along, terms = rows.sum(0), rows.square().sum(0)
+        # x·v may be small by chance where x is not: no row is taken for smaller than average
+        floor = gross**2 / max(1, len(rows) * self.known.height)
+        lost = self._lost[layer.name][use]
+        if layer.keep == "examples" and layer.stored_eps:
+            lost = np.array([0.0, layer.stored_eps / 2 * float(terms.sum()) ** 0.5])
+        u = max(ROUNDING[layer.uses.dtype_of(use)], ROUNDING[self.known.dtype])
+        (gv, squares), place = np.zeros((2, self.known.height)), layer.rows_of(self.known.name)
+        gv[place], squares[place] = along.numpy(), u * u * (terms.numpy() + floor)
+        return Sum(gv, squares, u * gross, lost)
+
+
+def rows_of(layer: LayerMemory, use: int, part: str) -> Tensor:
+    """Read one part of a use's rows."""
+    start = int(layer.uses.start[use])
+    return layer.read(part, start, start + int(layer.uses.rows[use]))
+
+
+def jitter(layer: LayerMemory, part: str, rows: Tensor, seed: int) -> Tensor:
+    """Make up what rounding took from some rows, in a direction of chance.
+
+    It follows from the stored number itself: one that comes back (an input, a signal too small to
+    be kept) was rounded in one way each time, and that adds up.
+    """
+    size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
+    if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
+        size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
+    words = rows.float().contiguous().view(torch.int32).long() + seed * 0x9E3779B1
+    words = (words + torch.arange(rows.shape[1]) * 0xC2B2AE35) * 0x85EBCA6B & 0xFFFFFFFF
+    words = (words ^ (words >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
+    return size * ((words ^ (words >> 12)) * 2.0**-31 - 1).to(rows.dtype)
+
+
+def times(gradient: T, kappa: float) -> T:
     """Multiply by κ as the dtype does."""
     return gradient if kappa == 1.0 else gradient * kappa

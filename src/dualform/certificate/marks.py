@@ -5,8 +5,8 @@ where training was, bit for bit: an edit is seen before the next update, a resto
 found among recorded steps, and a replay knows at which step it left the way.
 
 Why it is hard: at every update all parameters must cost a few microseconds together. So entries
-are read through numpy's views of the tensors' memory, put in a row by one call, multiplied by
-random odd numbers and summed by parameter, modulo 2³².
+are read as words through numpy's views of the tensors' memory, put in a row by one call, multiplied
+by random odd numbers and summed by parameter, modulo 2³².
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SAMPLES = 64
 """About how many entries of a tensor are read."""
 
 _MARKS = 3
-_SHORT = {torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8}
-"""Types whose every value is a float32."""
+_WORDS = {1: torch.int8, 2: torch.int16}
+"""What entries of so many bytes are read as; larger ones as one int32 or several."""
 
-Reals = NDArray[np.floating[Any]]
+Words = NDArray[np.integer[Any]]
 
 
 def remembered(state: Mapping[str, Any] | None) -> list[Tensor]:
@@ -49,84 +49,66 @@ class Marks:
     def __init__(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = [t for own in tensors for t in own]
         self._count = len(tensors)
-        members: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
-        for owner, own in enumerate(tensors):
-            for nth, tensor in enumerate(own):
-                if tensor.numel():
-                    members.setdefault(tensor.dtype, []).append((owner, nth, tensor))
-        self._groups = [_Group(dtype, found) for dtype, found in members.items()]
-        ends = np.cumsum([0, *(group.entries for group in self._groups)]).tolist()
-        places = [slice(a, b) for a, b in pairwise(ends)]
-        self._places_of = list(zip(self._groups, places, strict=True))
-        self._has_tensors = np.array([any(t.numel() for t in own) for own in tensors], bool)
-        self._memory = [t.data_ptr() for t in self.tensors]
+        self._read = [
+            (owner, nth, t) for owner, own in enumerate(tensors) for nth, t in enumerate(own)
+            if t.numel()
+        ]  # fmt: skip
+        found = [_views(t) for _, _, t in self._read]
+        sizes = [sum(map(len, views)) for views in found]
+        self._places = [slice(*ends) for ends in pairwise(np.cumsum([0, *sizes]).tolist())]
+        owners = [owner for owner, _, _ in self._read]
+        firsts = [i for i, owner in enumerate(owners) if i == 0 or owners[i - 1] != owner]
+        self._owners = np.array([owners[i] for i in firsts], np.int64)
+        self._starts = np.array([self._places[i].start for i in firsts], np.int64)
+        factors = (_factors(nth)[:n] for (_, nth, _), n in zip(self._read, sizes, strict=True))
+        self._factors = np.concatenate([np.zeros(0, np.uint32), *factors])
+        self._is_seen = all(t.is_cpu and t.is_contiguous() for _, _, t in self._read)
+        self._views, self._memory = [v for views in found for v in views], self._addresses()
 
-    def sampled(self) -> Reals:
-        """Copy the sampled entries of all parameters."""
-        memory = [t.data_ptr() for t in self.tensors]
-        if memory != self._memory:  # a tensor has been given other memory
+    def _addresses(self) -> list[int]:
+        return [t.data_ptr() for t in self.tensors]
+
+    def sampled(self) -> Words:
+        """Copy the sampled entries of all parameters, as words."""
+        memory = self._addresses()
+        if memory != self._memory or not self._is_seen:  # other memory, or on another device
             self._memory = memory
-            for group in self._groups:
-                group.find()
-        if len(self._groups) == 1:
-            return self._groups[0].read()
-        return np.concatenate([np.zeros(0, np.float32), *(g.read() for g in self._groups)])
+            self._views = [view for _, _, t in self._read for view in _views(t)]
+        return np.concatenate(self._views) if self._views else np.zeros(0, np.int32)
 
-    def numbers(self, sampled: Reals) -> NDArray[np.uint32]:
+    def numbers(self, sampled: Words) -> NDArray[np.uint32]:
         """Turn sampled entries into one number for each parameter; 0 where it has no tensors."""
         found = np.zeros(self._count, np.uint32)
-        for group, place in self._places_of:
-            words = sampled[place].astype(group.dtype, copy=False).view(np.uint32) * group.factors
-            found[group.owners] += np.add.reduceat(words, group.words, dtype=np.uint32)
-        found[(found == 0) & self._has_tensors] = 1
+        if len(self._owners):
+            words = sampled.astype(np.int32, copy=False).view(np.uint32) * self._factors
+            found[self._owners] = np.maximum(np.add.reduceat(words, self._starts), 1)
         return found
 
-    def spread(self, entries: Reals) -> NDArray[np.float64]:
-        """Find the largest number of each parameter, one for every sampled entry given."""
-        found = np.zeros(self._count)
-        for group, place in self._places_of:
-            largest = np.maximum.reduceat(entries[place], group.starts)
-            found[group.owners] = np.maximum(found[group.owners], largest)
+    def apart(self, before: Words, now: Words) -> NDArray[np.float64]:
+        """How far sampled entries of each parameter are apart at most, and how large they are."""
+        found = np.zeros((2, self._count))
+        for (owner, _, tensor), place in zip(self._read, self._places, strict=True):
+            if not np.array_equal(before[place], now[place]):
+                a, b = (_entries(words[place], tensor.dtype) for words in (before, now))
+                most = np.abs(a - b).max(), np.maximum(np.abs(a), np.abs(b)).max()
+                found[:, owner] = np.maximum(found[:, owner], most)
         return found
 
 
-class _Group:
-    """All tensors of one type of number, in a row."""
+def _views(tensor: Tensor) -> list[Words]:
+    """See the sampled entries of a tensor as words; those of several words, word by word."""
+    flat = tensor.detach().reshape(-1)
+    count = max(1, flat.element_size() // 4)
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int32)).view(-1, count)
+    sample = words[:: stride(len(flat))].cpu()
+    return [np.asarray(sample[:, nth].numpy()) for nth in range(count)]
 
-    def __init__(self, dtype: torch.dtype, members: list[tuple[int, int, Tensor]]) -> None:
-        self._tensors = [tensor for _, _, tensor in members]  # their memory may be exchanged
-        self._is_bfloat16 = dtype == torch.bfloat16
-        self.dtype = np.dtype(np.float32 if dtype in _SHORT else np.float64)
-        each = self.dtype.itemsize // 4
-        sizes = [len(range(0, t.numel(), stride(t.numel()))) for t in self._tensors]
-        owners = [owner for owner, _, _ in members]
-        first = [i for i, owner in enumerate(owners) if i == 0 or owners[i - 1] != owner]
-        self.owners = np.array([owners[i] for i in first])
-        self.starts = np.cumsum([0, *sizes])[:-1][first]
-        self.words, self.entries = self.starts * each, sum(sizes)
-        numbers = [
-            _factors(nth)[: size * each] for (_, nth, _), size in zip(members, sizes, strict=True)
-        ]
-        self.factors = np.concatenate(numbers)
-        self.find()
 
-    def find(self) -> None:
-        """Make views of the sampled entries; what has none (another device) is copied each time."""
-        seen = all(t.is_cpu and t.is_contiguous() for t in self._tensors)
-        self._views = [self._view(t) for t in self._tensors] if seen else None
-
-    def read(self) -> Reals:
-        views = self._views if self._views is not None else [self._view(t) for t in self._tensors]
-        found = np.concatenate(views)
-        if self._is_bfloat16:
-            return (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return found if found.dtype == self.dtype else found.astype(self.dtype)
-
-    def _view(self, tensor: Tensor) -> NDArray[Any]:
-        entries = tensor.detach().reshape(-1)[:: stride(tensor.numel())].cpu()
-        if self._is_bfloat16:
-            return np.asarray(entries.view(torch.int16).numpy()).view(np.uint16)
-        return np.asarray(entries.numpy())
+def _entries(words: Words, dtype: torch.dtype) -> NDArray[np.float64]:
+    """Read the entries of a tensor from the words it was sampled as."""
+    own = torch.from_numpy(words).to(_WORDS.get(dtype.itemsize, torch.int32))
+    table = own.view(max(1, dtype.itemsize // 4), -1).t().contiguous()
+    return np.asarray(table.view(dtype).reshape(-1).double().numpy())
 
 
 def stride(numel: int) -> int:
@@ -138,5 +120,5 @@ def stride(numel: int) -> int:
 def _factors(nth: int) -> NDArray[np.uint32]:
     """Make the odd numbers that the words of a parameter's n-th tensor are multiplied by."""
     key = np.array([nth, _MARKS], np.uint64)
-    raw = np.random.Philox(counter=0, key=key).random_raw(4 * SAMPLES)
+    raw = np.random.Philox(counter=0, key=key).random_raw(8 * SAMPLES)
     return (np.asarray(raw, np.uint64) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

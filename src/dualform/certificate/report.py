@@ -8,10 +8,9 @@ first thing the printed form says is whether all is well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
-
-import numpy as np
 
 from dualform.errors import QueryError
 from dualform.table import Table
@@ -31,6 +30,9 @@ KINDS = {
 }
 
 
+OF_THE_MODEL = {"weights", "outputs"}
+
+
 @dataclass(frozen=True)
 class Check:
     """One comparison: a relative residual (0 is perfect), and the bound that rounding keeps to."""
@@ -44,28 +46,24 @@ class Check:
     @property
     def passed(self) -> bool:
         """Whether the residual is finite and within its bound, and that finite too."""
-        return bool(np.isfinite([self.residual, self.bound]).all() and self.residual <= self.bound)
+        return self.severity <= 1
 
     @property
     def severity(self) -> float:
         """How far the residual is on its way to the bound: more than 1 is a failure."""
-        if self.passed and self.residual == 0:
-            return 0.0
-        if self.bound <= 0 or not np.isfinite([self.residual, self.bound]).all():
-            return float("inf")  # a bound without end would take anything
-        return self.residual / self.bound
+        if not isfinite(self.residual) or not isfinite(self.bound):
+            return inf  # a bound without end would take anything
+        return self.residual / self.bound if self.bound > 0 else inf if self.residual else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for `json.dumps`."""
-        residual, bound = (x if np.isfinite(x) else None for x in (self.residual, self.bound))
-        return {
-            "parameter": self.parameter,
-            "check": self.kind,
-            "residual": residual,
-            "bound": bound,
-            "step": self.step,
-            "passed": self.passed,
-        }
+        own = {n: None if v in (inf, -inf) or v != v else v for n, v in vars(self).items()}
+        return {**own, "passed": self.passed}
+
+    def __str__(self) -> str:
+        if self.residual == self.bound == 0:
+            return "0"
+        return f"{self.residual:.1e} {'≤' if self.passed else '> !'} {self.bound:.1e}"
 
 
 @dataclass(frozen=True)
@@ -102,22 +100,19 @@ class Verification:
     steps: int
     verdicts: Mapping[str, Verdict]
     checks: tuple[Check, ...]
-    hashes: Mapping[str, str] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    hashes: Mapping[str, str]
+    remarks: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
         """Whether every check passes, and no verdict is "not" or certifies little."""
-        return all(v.passed for v in self.verdicts.values()) and not self.failures
+        return self.verdict not in (NOT, LITTLE)
 
     @property
     def verdict(self) -> str:
         """The weakest verdict of all parameters that patterns explain."""
-        found = [v.verdict for v in self.verdicts.values()]
-        order = (NOT, LITTLE, ROUNDED, BITS, KEPT)
-        if self.failures:
-            return NOT
-        return next((verdict for verdict in order if verdict in found), KEPT)
+        found = {NOT} if self.failures else {v.verdict for v in self.verdicts.values()}
+        return next((v for v in (NOT, LITTLE, ROUNDED, BITS) if v in found), KEPT)
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -132,23 +127,26 @@ class Verification:
         """The bound that rounding keeps that residual to."""
         return self._check(parameter, kind).bound
 
+    def _check(self, parameter: str, kind: str | None) -> Check:
+        known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
+        if not known:
+            have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
+            raise QueryError(f"nothing was checked for {parameter!r}, {kind}; checked: {have}")
+        return max(known, key=lambda check: check.severity)
+
     @property
     def table(self) -> Table:
         """One line per parameter: the verdict, residual ≤ bound of each check, the remainder."""
-        found = {(c.parameter, c.kind): c for c in self.checks}
-        names = list(self.verdicts)
-        kinds = [kind for kind in KINDS if any(known == kind for _, known in found)]
-        columns: dict[str, Any] = {
-            "parameter": names,
-            "verdict": [v.verdict for v in self.verdicts.values()],
-            "replayed": [f"{v.walked} of {v.ways}" for v in self.verdicts.values()],
-        }
-        for kind in kinds:
-            columns[kind] = [_cell(found.get((name, kind))) for name in names]
-        if any(v.remainder for v in self.verdicts.values()):
-            shares = (v.remainder for v in self.verdicts.values())
-            columns["not explained"] = [f"{share:.1%}" if share else "" for share in shares]
-        return Table(columns, "residual ≤ bound, relative: 0 is perfect")
+        found = {(c.parameter, c.kind): str(c) for c in self.checks}
+        columns: dict[str, Any] = {"parameter": list(self.verdicts)}
+        columns["verdict"] = [v.verdict for v in self.verdicts.values()]
+        columns["replayed"] = [f"{v.walked} of {v.ways}" for v in self.verdicts.values()]
+        for kind in KINDS:
+            columns[kind] = [found.get((name, kind), "") for name in self.verdicts]
+        shares = (v.remainder for v in self.verdicts.values())
+        columns["not explained"] = [f"{share:.1%}" if share else "" for share in shares]
+        shown = {name: cells for name, cells in columns.items() if any(cells)}
+        return Table(shown, "residual ≤ bound, relative: 0 is perfect")
 
     def raise_if_failed(self) -> None:
         """Raise `QueryError` saying what did not pass; nothing if all did."""
@@ -157,22 +155,16 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain values, fit for `json.dumps`."""
-        return {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "steps": self.steps,
-            "parameters": [dict(vars(v)) for v in self.verdicts.values()],
-            "checks": [check.to_dict() for check in self.checks],
-            "hashes": dict(self.hashes),
-            "remarks": list(self.remarks),
-        }
+        found: dict[str, Any] = {"passed": self.passed, "verdict": self.verdict}
+        found |= {"steps": self.steps, "remarks": [*self.remarks], "hashes": {**self.hashes}}
+        found["parameters"] = [{**vars(verdict)} for verdict in self.verdicts.values()]
+        return {**found, "checks": [check.to_dict() for check in self.checks]}
 
     def __repr__(self) -> str:
         said = "PASSED" if self.passed else "FAILED"
         lines = [f"Verification after {self.steps:,} updates: {said}, {self.verdict}"]
-        lines.append(repr(self.table))
-        lines += [f"  {c.parameter}: {_cell(c)}" for c in self.checks if c.kind == "outputs"]
-        lines += [] if self.passed else self.blame()
+        lines += [repr(self.table), *self.blame()]
+        lines += [f"  {c.parameter}: {c}" for c in self.checks if c.kind == "outputs"]
         reasons: dict[str, list[str]] = {}
         for v in self.verdicts.values():
             if v.why and v.passed:
@@ -184,39 +176,16 @@ class Verification:
 
     def blame(self) -> list[str]:
         """What did not pass, in sentences."""
-        lines = [
-            f"  {v.parameter}: {v.verdict}" + (f", {v.why}" if v.why else "")
-            for v in self.verdicts.values()
-            if not v.passed
+        failed = [v for v in self.verdicts.values() if not v.passed]
+        lines = [f"  {v.parameter}: {v.verdict}, {v.why}" for v in failed]
+        lines += [
+            f"  {c.parameter}, {KINDS[c.kind]}: residual {c.residual:.2g} is more than the "
+            f"{c.bound:.2g} of rounding{'' if c.step is None else f', worst at step {c.step}'}"
+            for c in self.failures
         ]
-        for check in self.failures:
-            where = "" if check.step is None else f", worst at step {check.step}"
-            lines.append(
-                f"  {check.parameter}, {KINDS[check.kind]}: residual {check.residual:.2g} is more "
-                f"than the {check.bound:.2g} of rounding{where}"
-            )
-        kinds = {check.kind for check in self.failures}
-        agrees = all(v.passed for v in self.verdicts.values())
-        if kinds and kinds <= {"weights", "outputs"} and agrees:
+        if self.failures and not failed and {c.kind for c in self.failures} <= OF_THE_MODEL:
             lines.append(
                 "  the memory agrees with itself: is this the model as it was after "
                 f"{self.steps:,} recorded updates?"
             )
         return lines
-
-    def _check(self, parameter: str, kind: str | None) -> Check:
-        known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
-        if not known:
-            have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
-            raise QueryError(
-                f"nothing was checked for {parameter!r}, {kind or 'any check'}; checked: {have}"
-            )
-        return max(known, key=lambda check: check.severity)
-
-
-def _cell(check: Check | None) -> str:
-    if check is None:
-        return ""
-    if check.residual == check.bound == 0:
-        return "0"
-    return f"{check.residual:.1e} {'≤' if check.passed else '> !'} {check.bound:.1e}"

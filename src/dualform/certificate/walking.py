@@ -1,45 +1,141 @@
-"""One parameter on its way along v: its gradients' sums, and W v from fingerprint to fingerprint.
+"""One parameter along v: its gradients' sums, and W v from one known point to the next.
 
 Every step's patterns are compared with what training saw of the gradient; under a rule with scalars
-only, (W v, m v) is carried from each fingerprint (or kept state) through the rule to the next.
-Beside the rows their signed sum is carried: of it is known what 16 bits lost at every step, so it
-is as sharp as if rows were exact. What events on record break is not walked: then the share that
-patterns do not explain is what is missing where they alone lead from the start of the run.
+only, (W v, m v) is carried from each fingerprint or kept state through the rule to the next. Beside
+the rows their signed sum is carried: of it is known what 16 bits lost at every step, so it is as
+sharp as if rows were exact. What no walk explains of the way from the first point to the last is
+the remainder.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.certificate.bounds import (
-    DOUBLE,
-    LOST,
-    ROUNDING,
-    SUM,
-    Along,
-    Motion,
-    Off,
-    Reals,
-    root_mean_square,
-    sum_bound,
-    walk,
-)
-from dualform.certificate.replay import Record
+from dualform.certificate import bounds
+from dualform.certificate.bounds import TINY, Along, Motion, Off, Reals, root_mean_square
+from dualform.certificate.gradients import Sum, Sums
+from dualform.certificate.replay import Record, Stretch
 from dualform.certificate.report import Check
-from dualform.certificate.sums import Chain, Explained, Sums
 from dualform.learning_rules import linear_steps, rule_of
-from dualform.memory import Memory
-
-TINY = 1e-300
 
 
-def worst(checks: Sequence[Check]) -> list[Check]:
-    """Keep the worst of some checks of one kind."""
-    return [max(checks, key=lambda check: check.severity)] if checks else []
+class Walker:
+    """Looks at one parameter along v, from point to point."""
+
+    def __init__(self, record: Record) -> None:
+        memory, self.known = record.memory, record.known
+        self._record, self._log, self._memory = record, record.log, memory
+        self._u = bounds.ROUNDING[self.known.dtype]
+        self._sums, self._v = Sums(memory, self.known.name), memory.direction(self.known.name)
+        self._signs = memory.signs(self.known.name)
+        steps, prints = memory.kept.fingerprints(self.known.name)
+        disturbed = {e.step for e in record.events if e.what != "unexplained"}
+        found = {int(s): Along(*p.numpy()) for s, p in zip(steps, prints, strict=True)}
+        self._prints = {s: p for s, p in found.items() if s not in disturbed}
+        self._kept = set(memory.kept.steps(self.known.name))
+        self._seen: dict[int, Along] = {}
+        used = np.unique(self._log.setting[self._log.moved])
+        rules = [rule_of(memory.settings[place].path) for place in used.tolist()]
+        self.is_linear = bool(rules) and all(rule and rule.is_linear for rule in rules)
+        self._checks: dict[str, Check] = {}
+        self.room = 0.0
+        """The bounds of all ways together, of the rows' signed sum by row."""
+        self._explained: Reals = np.zeros(self.known.height + 1)
+        self._learned: Reals = np.zeros(self.known.height + 1)
+
+    @property
+    def learned(self) -> float:
+        """How far the parameter went, as the root mean square of rows."""
+        return root_mean_square(self._learned[:-1])
+
+    @property
+    def remainder(self) -> float:
+        """The share of what was learned that patterns do not explain, along v."""
+        return root_mean_square((self._learned - self._explained)[:-1]) / (self.learned + TINY)
+
+    def run(self) -> list[Check]:
+        """Go through the whole run; give the worst check of each kind."""
+        memory, name = self._memory, self.known.name
+        points = sorted((self._kept | self._prints.keys()) - self._record.back.keys())
+        path = set(memory.path_to(name, memory.steps).tolist())
+        log, settings = self._log, memory.settings
+        self._factors = linear_steps(log, settings, self.known.dtype) if self.is_linear else []
+        left = set(np.flatnonzero(log.moved & self._record.explained).tolist())
+        for point in points[1:]:
+            way = self._record.stretch(point, points)
+            self._walk(way, is_on_path=path.issuperset(way.steps))
+            left -= set(way.steps)
+        for step in sorted(left):
+            self._look(step, self._sums.of(step))
+        return list(self._checks.values())
+
+    def _walk(self, way: Stretch, *, is_on_path: bool) -> None:
+        begin, end, motions = self._at(way.start), self._at(way.stop), []
+        for step in way.steps:
+            gv, room = np.zeros(self.known.height + 1), np.zeros(self.known.height + 1)
+            if self._log.moved[step] and self._record.explained[step]:
+                found = self._sums.of(step)
+                gv, room = self._look(step, found)
+            if self._log.moved[step] and self.is_linear:
+                motions.append(Motion(self._factors[step], gv, room))
+        off = bounds.walk(begin, end, motions, self._u) if self.is_linear else None
+        if is_on_path:
+            self._learned = end.W - self._at(0).W
+            if off is not None:
+                self._explained += off.reached - begin.W
+            elif not way.broken:
+                self._explained += end.W - begin.W
+        if off is not None and motions and not way.broken and np.isfinite(end.W).all():
+            self.room += float(off.room_W[-1]) / max(1, self.known.height) ** 0.5
+            self._compare(off, end, way)
+
+    def _look(self, step: int, found: Sum) -> tuple[Reals, Reals]:
+        """Compare a step's sum with what training saw; give it and its room, for a motion."""
+        whole = float(self._signs @ found.gv) - float(found.lost[0])
+        bound = float(bounds.sum_bound(np.asarray(found.gross)))
+        if self.known.keep == "examples":  # of them it is not known what 16 bits lost
+            bound += bounds.LOST * abs(float(found.lost[1]))
+        if self._log.explained[step]:
+            off = abs(whole - float(self._log.seen[step]))
+            self._note("steps", off, bound, bound / (bounds.SUM * self._u), step)
+        return np.append(found.gv, whole), np.append(found.room, bound)
+
+    def _compare(self, off: Off, end: Along, way: Stretch) -> None:
+        found = [(off.W, off.room_W, end.size), (off.m, off.room_m, np.abs(end.m))]
+        for away, room, size in found[: 1 if way.is_replaced else 2]:
+            worst = int(np.argmax(np.where(np.isfinite(away), away / (room + TINY), np.inf)))
+            scale = float(size.max()) + TINY
+            self._note("fingerprints", float(away[worst]), float(room[worst]), scale, way.stop)
+
+    def _note(self, kind: str, off: float, bound: float, size: float, step: int) -> None:
+        check = Check(self.known.name, kind, off / size, bound / size, step)
+        if kind not in self._checks or check.severity > self._checks[kind].severity:
+            self._checks[kind] = check
+
+    def _at(self, step: int) -> Along:
+        """Where the parameter was: by the kept state, which must agree with the fingerprint."""
+        if step not in self._seen:
+            found = self._prints.get(step)
+            if step in self._kept or found is None:
+                seen = self._kept_at(step)
+                if found is not None and len(seen.W):
+                    off, scale = np.abs(seen.W - found.W).max(), float(seen.size.max()) + TINY
+                    self._note("fingerprints", float(off), bounds.DOUBLE * scale, scale, step)
+                found = seen
+            W, m, size, _ = found
+            m_size = np.append(np.full_like(m, root_mean_square(m)), np.linalg.norm(m))
+            whole = np.append(W, self._signs @ W), np.append(m, self._signs @ m)
+            self._seen[step] = Along(*whole, np.append(size, np.linalg.norm(size)), m_size)
+        return self._seen[step]
+
+    def _kept_at(self, step: int) -> Along:
+        kept, name = self._memory.kept, self.known.name
+        W, size = projected(kept.weights(name, step), self._v)
+        momentum = kept.state(name, step).get("momentum_buffer")
+        m = projected(momentum, self._v)[0] if isinstance(momentum, Tensor) else np.zeros_like(W)
+        return Along(W, m, size)
 
 
 def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
@@ -50,175 +146,4 @@ def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
         return flat, np.abs(flat)
     rows = full.flatten(1)
     size = torch.linalg.vector_norm(rows, dim=1) / max(1, rows.shape[1]) ** 0.5
-    return (rows @ v).numpy(), size.numpy()
-
-
-class Points:
-    """Where a parameter is known along v: its fingerprints, and its kept states."""
-
-    def __init__(self, memory: Memory, record: Record) -> None:
-        self._memory, self._record = memory, record
-        self.name = record.known.name
-        self._v, self.signs = memory.direction(self.name), memory.signs(self.name)
-        self._kept = set(memory.kept.steps(self.name))
-        steps, values = memory.kept.fingerprints(self.name)
-        self._prints = {
-            int(s): Along(*values[i].numpy()) for i, s in reversed(list(enumerate(steps)))
-        }
-        self.disturbed = {e.step for e in record.events if e.what != "unexplained"}
-        self.steps = sorted(self._kept | set(self._prints))
-
-    def summed(self, found: Along | None) -> Along | None:
-        """Append the rows' signed sum."""
-        if found is None:
-            return None
-        W, m, size, _ = found
-        m_size = np.append(np.full_like(m, root_mean_square(m)), np.linalg.norm(m))
-        whole = np.append(W, self.signs @ W), np.append(m, self.signs @ m)
-        return Along(*whole, np.append(size, np.linalg.norm(size)), m_size)
-
-    def kept(self, step: int) -> Along | None:
-        """See a kept state along v."""
-        if step not in self._kept:
-            return None
-        W, size = projected(self._memory.kept.weights(self.name, step), self._v)
-        momentum = self._memory.kept.state(self.name, step).get("momentum_buffer")
-        m = projected(momentum, self._v)[0] if isinstance(momentum, Tensor) else np.zeros_like(W)
-        return Along(W, m, size)
-
-    def ending(self, step: int) -> Along | None:
-        """Where an update led to; after something happened there, a kept state does not say."""
-        if (found := self._prints.get(step)) is not None:
-            return found
-        return None if step in self.disturbed else self.kept(step)
-
-    def beginning(self, step: int) -> Along | None:
-        """Where the next update starts from."""
-        if step in self.disturbed:
-            back = self._record.back.get(step)
-            return self.kept(step) or (None if back is None else self.ending(back))
-        found = self._prints.get(step)
-        return self.kept(step) if found is None else found
-
-    def compared(self) -> list[Check]:
-        """Compare kept weights with fingerprints of the same moment: sums of equal terms."""
-        found = []
-        for step in self._kept & set(self._prints) - self.disturbed:
-            kept, seen = self.kept(step), self._prints[step]
-            assert kept is not None
-            off, size = _largest(kept.W - seen.W), _largest(kept.size) + TINY
-            found.append(Check(self.name, "fingerprints", off / size, DOUBLE * 64, step))
-        return worst(found)
-
-
-class Walker:
-    """Carries one parameter along v through all steps, window by window."""
-
-    def __init__(self, memory: Memory, record: Record) -> None:
-        self.record, self.log, self.known = record, record.log, record.known
-        self.points = Points(memory, record)
-        self._signs, self._u = self.points.signs, ROUNDING[self.known.dtype]
-        self._chain = Chain(self.log, self.known.height)
-        linear = np.array(
-            [(r := rule_of(s.path)) is not None and r.is_linear for s in memory.settings]
-        )
-        used = self.log.setting[self.log.moved]
-        self.is_linear = bool(len(used)) and bool(linear[used].all())
-        self._factors = (
-            linear_steps(self.log, memory.settings, self.known.dtype) if self.is_linear else []
-        )
-        self._on_path = set(memory.path_to(self.known.name, memory.steps).tolist())
-        self._begin = self._z = self.points.summed(self.points.beginning(0))
-        self._since, self._motions, self._is_whole = 0, list[Motion](), self._begin is not None
-        self.walked = self.ways = 0
-        self.room = 0.0
-        """The bounds of all walks together, of the rows' signed sum by row."""
-        self._steps: Check | None = None
-        self._worst_step = -1.0
-        self._prints: Check | None = None
-
-    @property
-    def checks(self) -> list[Check]:
-        """The worst of each kind."""
-        prints = [*([] if self._prints is None else [self._prints]), *self.points.compared()]
-        return [*([] if self._steps is None else [self._steps]), *worst(prints)]
-
-    def take(self, sums: Sums) -> None:
-        """Go through a window of steps."""
-        for step in range(sums.first, sums.first + len(sums.gross)):
-            if step in self.points.steps or step in self.points.disturbed:
-                self._arrive(step)
-            found = self._chain.take(sums, step)
-            if self.log.moved[step]:
-                self._step(found, step)
-
-    def _step(self, found: Explained, step: int) -> None:
-        is_explained = bool(self.record.explained[step])
-        seen = float(self.log.seen[step])
-        whole = float(self._signs @ found.gv) - float(found.lost[0])
-        bound = float(sum_bound(np.asarray(found.gross)))
-        if self.known.keep == "examples":  # of them it is not known what 16 bits lost
-            bound += LOST * abs(float(found.lost[1]))
-        if is_explained and self.log.explained[step] and np.isfinite(seen):
-            off = abs(whole - seen)
-            severity = off / bound
-            if not severity <= self._worst_step:
-                size, self._worst_step = max(found.gross, bound / SUM) / self._u, severity
-                self._steps = Check(self.known.name, "steps", off / size, bound / size, step)
-        if not self.is_linear:
-            return
-        gv = np.append(found.gv, whole) if is_explained else np.zeros(self.known.height + 1)
-        motion = Motion(self._factors[step], gv, np.append(found.room, bound))
-        self._is_whole &= is_explained
-        self._motions.append(motion)
-        if self._z is not None and step in self._on_path:
-            ww, wm, mw, mm, nw, nm = map(float, motion.factors)
-            W, m = self._z.W, self._z.m
-            self._z = self._z._replace(W=ww * W + wm * m + nw * gv, m=mw * W + mm * m + nm * gv)
-
-    def _arrive(self, step: int) -> None:
-        """Compare with where the parameter was; go on from there."""
-        end = self.points.summed(self.points.ending(step))
-        if self._motions and self.is_linear:
-            self.ways += 1
-            if self._begin is not None and end is not None and self._is_whole:
-                self.walked += 1
-                self._compare(walk(self._begin, end, self._motions, self._u), end, step)
-        if end is not None or step in self.points.disturbed:
-            self._motions, self._is_whole = [], True
-            self._begin = self.points.summed(self.points.beginning(step))
-
-    def _compare(self, off: Off, end: Along, step: int) -> None:
-        self.room += float(off.room_W[-1]) / max(1, self.known.height) ** 0.5
-        for away, room, size in ((off.W, off.room_W, end.size), (off.m, off.room_m, np.abs(end.m))):
-            if np.isfinite(end.W).all() and len(away):
-                place = int(np.argmax(np.where(np.isfinite(away), away / (room + TINY), np.inf)))
-                scale = _largest(size) + TINY
-                check = Check(
-                    self.known.name,
-                    "fingerprints",
-                    float(away[place]) / scale,
-                    float(room[place]) / scale,
-                    step,
-                )
-                if self._prints is None or not check.severity <= self._prints.severity:
-                    self._prints = check
-
-    def finish(self, steps: int) -> None:
-        """Come to the end of the run."""
-        self._arrive(steps)
-
-    def learned(self, end: Along, begin: Along) -> float:
-        """How far the parameter went, as the root mean square of rows."""
-        return root_mean_square(end.W - begin.W)
-
-    def remainder(self, steps: int) -> float:
-        """The share of what was learned that patterns do not explain, along v."""
-        end, begin = self.points.ending(steps), self.points.beginning(0)
-        if self._z is None or end is None or begin is None:
-            return 0.0
-        return root_mean_square(end.W - self._z.W[:-1]) / (self.learned(end, begin) + TINY)
-
-
-def _largest(rows: Reals) -> float:
-    return float(np.abs(rows).max()) if rows.size else 0.0
+    return (rows @ v.double().cpu()).numpy(), size.numpy()

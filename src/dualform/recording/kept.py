@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import Along, Motion, walk
-from dualform.certificate.marks import Marks, remembered
+from dualform.certificate.marks import Marks, Words, remembered
+from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
 from dualform.recording.findings import Findings
@@ -73,7 +74,7 @@ class States:
         self._states = Marks([[] for _ in watch.parameters])
         self._owners = list({id(o): o for o in self.owner if o is not None}.values())
         self._known: list[Any] = []
-        self._last = np.zeros(0, np.float32)
+        self._last: Words = np.zeros(0, np.int32)
         self._numbers = np.zeros((2, len(watch)), np.uint32)
         self._history: dict[int, int] = {}
         self.shaken = np.zeros(len(watch), bool)
@@ -128,11 +129,7 @@ class States:
             return np.ones(len(self._watch), bool)
         if now.tobytes() == self._last.tobytes():
             return self.shaken
-        if now.dtype.kind != "f":  # words of other types: any difference counts
-            off = (now != self._last).astype(np.float64)
-            return self._weights.spread(off) > 0
-        off = self._weights.spread(np.abs(now - self._last))
-        size = self._weights.spread(np.maximum(np.abs(now), np.abs(self._last)))
+        off, size = self._weights.apart(self._last, now)
         found: Flags = ~(off <= 16 * self._watch.u * size)
         self.shaken = (off != 0) & ~found
         return found
@@ -390,15 +387,3 @@ class Buffers:
 def nature(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     """What of a buffer the memory's description says."""
     return tensor.shape, tensor.dtype
-
-
-def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
-    """A tensor along its direction in float64, row by row, and the size of each row."""
-    full = tensor.double()
-    if v is None:
-        flat = full.reshape(-1).numpy()
-        return flat, np.abs(flat)
-    rows = full.flatten(1)
-    along = rows @ v.double().cpu()
-    size = torch.linalg.vector_norm(rows, dim=1) / rows.shape[1] ** 0.5
-    return along.numpy(), size.numpy()
