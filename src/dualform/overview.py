@@ -154,14 +154,11 @@ def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
     moved = record.log.moved
     if not moved.any():
         return "nothing", "no optimizer moved it"
-    is_explained = bool(record.explained[moved].any())
-    if not is_explained:
+    if not record.explained[moved].any():
         return "all of it", known.why or record.cause(int(moved.argmax()))
     ways = stretches(memory, known.name, classes())
     reasons = dict.fromkeys(way.broken for way in ways if way.broken)
-    if not reasons:
-        return "nothing", ""
-    return ("a part of it" if is_explained else "all of it"), "; ".join(reasons)
+    return ("a part of it" if reasons else "nothing"), "; ".join(reasons)
 
 
 def _column(memory: df.Memory, name: str) -> dict[str, Any]:
