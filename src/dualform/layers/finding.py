@@ -31,15 +31,8 @@ from dualform.layers.torch_internals import is_compiled
 ROOT_NAME = "model"
 """What a layer is called when the whole model is that one layer."""
 
-PACKED: dict[tuple[float, float], str] = {
-    (0, 3): "in_proj",
-    (0, 1): "in_proj_q",
-    (1, 3): "in_proj_kv",
-    (1, 2): "in_proj_k",
-    (2, 3): "in_proj_v",
-}
-"""What the thirds of an attention's packed projection are called."""
-
+PACKED = {(0, 3): "", (0, 1): "_q", (1, 3): "_kv", (1, 2): "_k", (2, 3): "_v"}
+"""What is added to in_proj for the thirds of an attention's packed projection."""
 NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
 """Modules whose matrices are not multiplied with an input that could be read from the graph."""
 
@@ -105,8 +98,8 @@ def possible_names(model: nn.Module) -> list[str]:
     found = []
     for place, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            packed = module.in_proj_weight is not None
-            own = PACKED.values() if packed else ("q_proj", "k_proj", "v_proj")
+            packed = [f"in_proj{third}" for third in PACKED.values()]
+            own = packed if module.in_proj_weight is not None else ["q_proj", "k_proj", "v_proj"]
             found += [f"{place}.{name}".lstrip(".") for name in own]
     bare = parameters_outside(model, *NOT_READ, nn.Linear, nn.MultiheadAttention)
     return found + [name for name, p in bare if p.dim() == 2]
@@ -128,10 +121,9 @@ def _name(model: nn.Module, layer: Layer) -> str:
     height, start = model.get_parameter(layer.weight).shape[0], layer.offset
     prefix, stop = f"{place}.".lstrip("."), start + layer.shape[0]
     if isinstance(model.get_submodule(place), nn.MultiheadAttention) and own.endswith("_weight"):
-        thirds = 3 * start / height, 3 * stop / height
-        third = PACKED.get(thirds) if own == "in_proj_weight" else own.removesuffix("_weight")
-        if third is not None:
-            return prefix + third
+        third = PACKED.get((3 * start / height, 3 * stop / height))  # type: ignore[arg-type]
+        if third is not None:  # (0, 3) of one that is not packed
+            return prefix + own.removesuffix("_weight") + third
     return layer.weight + f"[{start}:{stop}]" * ((start, stop) != (0, height))
 
 

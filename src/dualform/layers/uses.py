@@ -43,15 +43,15 @@ VIEWS: dict[str, tuple[str, ...]] = {
 UNFOLDED = {"ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward4"}
 """What gives the rows of a product the leading shape of its input."""
 PRODUCTS = {
-    ("AddmmBackward0", 2): "mat1",
-    ("MmBackward0", 1): "self",
-    ("EmbeddingBackward0", 0): "indices",
+    ("AddmmBackward0", 2, "cr"): ("linear", "mat1"),
+    ("AddmmBackward0", 2, "rc"): ("transposed", "mat1"),
+    ("MmBackward0", 1, "cr"): ("linear", "self"),
+    ("MmBackward0", 1, "rc"): ("transposed", "self"),
+    ("EmbeddingBackward0", 0, "rc"): ("embedding", "indices"),
 }
-"""Nodes that multiply with a weight as which of their inputs, and what they call the key."""
-KINDS = {("cr", False): "linear", ("rc", False): "transposed", ("rc", True): "embedding"}
-"""What a part seen so makes in a product, and (True) where it is looked up."""
+"""A node, its input, how that shows a weight: the kind of layer, what the node calls the key."""
 USUAL = {"alpha": 1, "beta": 1, "sparse": False, "scale_grad_by_freq": False}
-"""What such nodes, and a sum, have to say of themselves if they say it."""
+"""What such nodes have to say of themselves if they say it."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,11 @@ class Graph:
             parts.update(self._consumers(leaf, Part(name, shape, 0, sum(shape[:1]), dims)))
         taken: set[Edge] = set()
         for edge, part in parts.items():
-            end, saved, layer = edge[0], *_product(*edge, part)
+            end, (layer, saved) = edge[0], _product(*edge, part)
             if layer is None:
                 continue
-            looks_up = saved == "indices"
-            unfolded = None if looks_up else self._only_user(end, UNFOLDED)
-            for place in () if looks_up else self._sums(end, saved, unfolded):
+            unfolded = None if saved == "indices" else self._only_user(end, UNFOLDED)
+            for place in self._sums(end, saved, unfolded):
                 bias = parts.get(place)
                 if bias and bias.dims == "r" and bias.rows == layer.out_features:
                     layer = replace(layer, bias=bias.parameter, bias_offset=bias.start)
@@ -176,36 +175,32 @@ class Graph:
 
     def _sums(self, node: Node, saved: str, unfolded: Node | None) -> list[Edge]:
         """Where a bias may be added to a product: by its own node, or by the one that follows."""
-        if saved == "mat1":
-            return [(node, 0)]
+        if saved != "self":
+            return [(node, 0)] * (saved == "mat1")
         added = self._only_user(unfolded or node, {"AddBackward0"})
-        return [(added, 0), (added, 1)] if added is not None and _is_usual(added) else []
+        if added is None or fact_of(added, "alpha", 1) != 1:
+            return []
+        return [(added, 0), (added, 1)]
 
     def _only_user(self, node: Node, names: Collection[str]) -> Node | None:
         users = self._users.get(node, ())
         return users[0][0] if len(users) == 1 and users[0][0].name() in names else None
 
 
-def _product(node: Node, slot: int, part: Part) -> tuple[str, Layer | None]:
-    """Under which name a node saves the key that meets a part of a weight; the layer that makes."""
-    saved = PRODUCTS.get((node.name(), slot), "")
-    kind = KINDS.get((part.dims, saved == "indices"))
-    if not saved or kind is None or not _is_usual(node):
-        return saved, None
-    shape = part.rows, part.shape[1]
+def _product(node: Node, slot: int, part: Part) -> tuple[Layer | None, str]:
+    """The layer that a part of a weight makes where it goes; under which name the key is saved."""
+    kind, saved = PRODUCTS.get((node.name(), slot, part.dims), ("", ""))
+    if not kind or any(fact_of(node, fact, usual) != usual for fact, usual in USUAL.items()):
+        return None, saved
+    shape, name = (part.rows, part.shape[1]), part.parameter
     widths = shape[::-1] if kind == "linear" else shape
-    padded = ((PADDING, signed(fact_of(node, "padding_idx", -1))),) if saved == "indices" else ()
-    name = part.parameter
-    return saved, Layer(name, kind, name, None, *widths, shape, part.start, details=padded)
+    padded = ((PADDING, signed(fact_of(node, "padding_idx", -1))),) * (kind == "embedding")
+    return Layer(name, kind, name, None, *widths, shape, part.start, details=padded), saved
 
 
 def signed(number: Any) -> int:
     """torch keeps negative numbers in unsigned ones in some of what it saves."""
     return int(number) - (1 << 64) if number >= 1 << 63 else int(number)
-
-
-def _is_usual(node: Node) -> bool:
-    return all(fact_of(node, fact, usual) == usual for fact, usual in USUAL.items())
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
