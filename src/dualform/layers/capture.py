@@ -32,7 +32,7 @@ from dualform.layers.kinds import Kind
 from dualform.layers.layer import Layer
 from dualform.layers.linear import EXCHANGED
 from dualform.layers.torch_internals import hooks_on_saving, keeps_graph, running_pass, will_run
-from dualform.layers.uses import UNFOLDED
+from dualform.layers.uses import UNFOLDED, Use
 from dualform.layers.walk import GraphWalk
 
 OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
@@ -41,8 +41,8 @@ are rows (of a layer kept by examples: as they were given) and may be part of a 
 under `torch.no_grad`."""
 Returned = Callable[[nn.Module, Any, Any, Any], None]
 """What is to be done when a module returns: given it, its arguments and its output."""
-Held = list[Tensor | Callable[[], Tensor]] | tuple[Tensor]
-"""A use's key, or what brings it; a list is emptied once the graph is gone."""
+Key = Tensor | Callable[[], Tensor]
+"""A use's key, or what brings it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +125,7 @@ class Capture:
 
     def add(self, layer: Layer) -> None:
         """Code past all modules has made a layer: look at it if it is wanted."""
-        if self._wants(layer):
+        if not self.are_values & set(layer.parameters) and self._wants(layer):
             self.layers[layer] = None
 
     def make_values(self, parameter: str, reason: str) -> None:
@@ -144,21 +144,14 @@ class Capture:
             if all(layer.bias != bias for layer in self.layers):
                 self.make_values(bias, f"belongs to {parameter!r}, which {reason}")
 
-    def hang(
-        self,
-        layer: Layer,
-        node: Node,
-        key: Tensor | Callable[[], Tensor],
-        shape: tuple[int, ...] | None,
-        batch: int,
-    ) -> None:
-        """Report a use past its module once a pass goes through the node. `shape`: of its output,
-        if that was unfolded; `batch`: examples of an attention that was given the batch first."""
+    def hang(self, layer: Layer, use: Use, key: Key, batch: int) -> None:
+        """Report a use past its module when a pass goes through it; `batch`: of so many examples of
+        an attention that was given the batch first."""
         if self._handle is not None and layer in self.layers:
             site = self._sites.get(layer) or self._site(layer, None)
             site.renew()
-            hook = partial(self._backward, site, site.nodes, [key], self.context(), shape, batch)
-            node.register_prehook(hook)
+            with_it = [key], self.context(), use.shape, batch
+            use.end.register_prehook(partial(self._backward, site, site.nodes, *with_it))
 
     def _site(self, layer: Layer, module: nn.Module | None) -> CallSite:
         names = [name.rpartition(".") for name in layer.parameters]
@@ -219,7 +212,7 @@ class Capture:
         if self._walk.handles:
             self._walk.mark(made_by)
         # of a frozen weight the graph keeps nothing, so it may be gone through any number of times
-        held: Held = [key] if is_trained else (key,)
+        held = [key] if is_trained else (key,)
         hook = partial(self._backward, site, site.nodes, held, self.context(), shape, 0)
         made_by.register_prehook(hook)
 
@@ -232,7 +225,7 @@ class Capture:
         self,
         site: CallSite,
         nodes: tuple[Node, ...],
-        held: Held,
+        held: list[Key] | tuple[Tensor],
         context: Any,
         shape: tuple[int, ...] | None,
         batch: int,

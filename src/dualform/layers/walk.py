@@ -16,9 +16,8 @@ already; and reading it must leave nothing behind that keeps it alive.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -74,11 +73,7 @@ class GraphWalk:
 
     def attentions(self) -> dict[int, Callable[[Any, Any, Any, Any], None]]:
         """What is to be done when each `nn.MultiheadAttention` returns, by identity."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        return {
-            id(m): partial(self._attended, {n: names[id(p)] for n, p in m.named_parameters()})
-            for m in filter(finding.is_attention, self._model.modules())
-        }
+        return {id(m): self._attended for m in filter(finding.is_attention, self._model.modules())}
 
     def mark(self, node: Any) -> None:
         """Remember, as long as the graph lives, that a use was seen."""
@@ -108,18 +103,11 @@ class GraphWalk:
     def _was_read(self, node: Any) -> bool:
         return self._read_before in node.metadata
 
-    def _attended(
-        self,
-        names: Mapping[str, str],
-        module: nn.MultiheadAttention,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
+    def _attended(self, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> None:
         """An attention returns: follow every product with its parameters. Inside, positions come
         first; given the batch first, rows are put back into that order, so that tags fit."""
-        own = [(names[n], p) for n, p in module.named_parameters() if n in names]
-        own = [(name, p) for name, p in own if p.requires_grad and p.is_leaf]
+        inside = {id(p) for p in module.parameters()}
+        own = [(name, p) for name, p in self._trained() if id(p) in inside]
         ends = [t for t in tensors_in(output) if t.grad_fn is not None]
         if internals.running_pass() == -1:
             query: Tensor = args[0] if args else kwargs["query"]
@@ -172,6 +160,5 @@ class GraphWalk:
         if layer not in self._known:  # these rows and this bias were never seen together
             taken = {known.name for known in self._known.values()}
             self._known[layer] = named(layer, self._model, taken)
-            if not self._capture.are_values & set(layer.parameters):
-                self._capture.add(self._known[layer])
-        self._capture.hang(self._known[layer], use.end, key, use.shape, batch)
+            self._capture.add(self._known[layer])
+        self._capture.hang(self._known[layer], use, key, batch)
