@@ -2,8 +2,7 @@
 
 One word for all, or a word for each name pattern (`*`, `?`, `[…]`, matched against whole names;
 upper and lower case differ), of which the first that fits a layer's name counts. A pattern that
-matches nothing is a typing error that would otherwise cost a training run, so it is refused, and
-the names there are listed.
+matches nothing is a typing error that would otherwise cost a training run, so it is refused.
 """
 
 from __future__ import annotations
@@ -40,10 +39,8 @@ class Keep:
                 )
 
     def check(self, layers: Iterable[Layer], others: Iterable[str] = ()) -> None:
-        """Raise `RecordingError` if a pattern matches nothing, or a word cannot be a layer's.
-
-        `others` are names that are no layers (now): parameters, or layers that may come up later.
-        """
+        """Raise `RecordingError` if a pattern matches nothing, or a word cannot be a layer's;
+        `others` are names that are no layers now: parameters, or layers that may come up later."""
         names, others = [layer.name for layer in layers if self.word(layer)], list(others)
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in [*names, *others, ""]):
@@ -54,11 +51,8 @@ class Keep:
                 )
 
     def word(self, layer: Layer) -> str:
-        """What is kept of a layer: "patterns", "keys", "examples" or "values".
-
-        A word that its kind cannot do is an error if the layer was named; a pattern with wildcards
-        means what suits it best instead, where keys alone are asked for its values.
-        """
+        """What is kept of a layer. A word that its kind cannot do is an error if the layer was
+        named; with wildcards it means what suits it best, or for keys alone its values."""
         kind = kinds.of(layer.kind)
         fitting = (pattern for pattern in self._patterns if fnmatchcase(layer.name, pattern))
         pattern = next(fitting, "*")

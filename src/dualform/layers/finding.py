@@ -1,10 +1,8 @@
 """The layers of a model: which modules have patterns, and why the parameters of others are values.
 
 Patterns are seen where a weight meets its input. A fused recurrent kernel, a compiled function or a
-parametrization hides that meeting, and of many modules it is not known. Nothing is refused for it:
-such parameters are values, kept as snapshots, and the reason follows their name in a remark.
-
-What code past all modules does with a weight makes a layer as well, and it is called here:
+parametrization hides that, and of many modules it is not known: such parameters are values, and the
+reason follows their name in a remark. What code past all modules does with a weight makes a layer:
 
 | use | name |
 |---|---|

@@ -3,9 +3,7 @@
 torch has no public way to ask which backward pass is running, whether a node is about to be gone
 through, or what a node has saved. Each name below may be missing in another version of torch: then
 its fallback answers on the safe side (a copy too many, a key held too long, a use that is not
-looked at), and the tests run the room with every one of them taken away.
-
-Functions that training calls for every layer of every step are torch's own, without a wrapper.
+looked at). What training calls for every layer of every step is torch's own, without a wrapper.
 """
 
 from __future__ import annotations
@@ -50,10 +48,7 @@ _will_execute = _of("_will_engine_execute_node", lambda node: True)
 
 def will_run(node: Node) -> bool:
     """Whether the running backward pass will go through this node: of a leaf, add to its `.grad`.
-
-    Unknown: it is taken to. A pass for `torch.autograd.grad` then looks like any other, and the
-    audit finds patterns that are in no gradient.
-    """
+    Unknown: it is taken to, and the audit finds patterns that are in no gradient."""
     try:
         return bool(_will_execute(node))
     except RuntimeError:  # torch.autograd.grad asked for this very leaf: nothing is added to it
@@ -94,13 +89,10 @@ def take_away(handle: RemovableHandle) -> None:
 
 
 def saved_input(node: Node, name: str) -> Tensor | Callable[[], Tensor] | None:
-    """The input of a product as its node has saved it (`mat1`, `indices`), or what brings it; None
-    if there is no way to it. Neither refers to the node: one whose hook held itself would never be
-    freed. Raises torch's RuntimeError if the input was changed in place.
-
-    An activation checkpoint keeps nothing of its inside. It leaves a promise in each node, and runs
-    its part of the network once more when the backward pass reaches the first of them.
-    """
+    """The input of a product as its node has saved it (`mat1`, `indices`), or what brings it where
+    an activation checkpoint has left a promise; None if there is no way to it. Neither refers to
+    the node: one whose hook held itself would never be freed. Raises torch's RuntimeError if the
+    input was changed in place."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     unpack = getattr(raw, "unpack_hook", None)
     if unpack is not None:

@@ -99,8 +99,8 @@ class Part:
 class Use:
     """One use of some rows of a parameter: a product with an input, and its bias; or a look-up.
 
-    `layer` is the layer it makes, called after its weight; None: it has no patterns. The node has
-    saved the key under the name `saved`. A hook on `end` gets the error signal before weight or
+    `layer` is the layer it makes, called after its weight; None: it has no patterns. The key is
+    saved in `node` under the name `saved`; a hook on `end` gets the error signal before weight or
     bias get their gradients; `unfolded` gives the rows their leading shape.
     """
 
@@ -166,12 +166,10 @@ class Graph:
             node, part = todo.pop()
             for user, slot, number in self._users.get(node, ()):
                 seen = part if node is leaf else part.through(node, number)
-                if user.name() not in VIEWS:
-                    yield (user, slot), seen
-                    continue
-                todo.append((user, seen))
-                if user in self._ends:  # what becomes of it is not known
-                    yield (user, slot), replace(seen, dims="")
+                is_view = user.name() in VIEWS
+                todo += [(user, seen)] * is_view
+                if not is_view or user in self._ends:  # what becomes of an end is not known
+                    yield (user, slot), replace(seen, dims="") if is_view else seen
 
     def _sums(self, node: Node, saved: str, unfolded: Node | None) -> list[Edge]:
         """Where a bias may be added to a product: by its own node, or by the one that follows."""
