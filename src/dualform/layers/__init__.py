@@ -1,7 +1,7 @@
 """How a module's input becomes patterns, and a test input queries: one file per kind of layer.
 
 Recording and attention both need it, and they must agree to the last row, so it lives below both.
-Outside this room nothing asks which kind a layer is: `kinds.of(layer.kind)` answers what it means.
+Outside nothing asks which kind a layer is: `kinds.of(layer.kind)` answers what it means.
 
     layer.py      what is known of a layer          kinds.py       the interface of kinds, by name
     linear.py, embedding.py, norm.py                one kind each

@@ -6,10 +6,9 @@ then receives the error signal in the backward pass, together with the key it be
 exists only if its gradient really reaches the parameter's `.grad`: `torch.autograd.grad` for a
 saliency map leaves none.
 
-The layer's input is held as it is where autograd refuses to go on if it is changed in place.
-Elsewhere such a change is legal, so the key is copied at the call: where autograd saves nothing (a
-frozen weight), a copy (positions that do not lie in one piece), or what hooks on saved tensors make
-of it (an activation checkpoint, `save_on_cpu`).
+The layer's input is held as it is where autograd refuses to go on if it is changed in place, else
+copied: where autograd saves nothing (a frozen weight), a copy (positions that do not lie in one
+piece), or what hooks on saved tensors make of it (an activation checkpoint, `save_on_cpu`).
 
 Why it is hard: both hooks run for every layer of every step on the training thread, so each line of
 them is paid for; and they must leave nothing behind, not even a key that a kept loss keeps alive.
@@ -36,13 +35,10 @@ from dualform.layers.uses import UNFOLDED, Use
 from dualform.layers.walk import GraphWalk
 
 OnUse = Callable[[Layer, Tensor, Tensor, tuple[int, ...], Any, int], None]
-"""Called with layer, keys, error signals, leading shape, context and layout. Keys and error signals
-are rows (of a layer kept by examples: as they were given) and may be part of a graph: use them
-under `torch.no_grad`."""
-Returned = Callable[[nn.Module, Any, Any, Any], None]
-"""What is to be done when a module returns: given it, its arguments and its output."""
+"""Called with layer, keys, error signals, leading shape, context and layout. Both are rows (by
+examples: as they were given) and may be part of a graph: use them under `torch.no_grad`."""
+Returned = Callable[[nn.Module, Any, Any, Any], None]  # given a module, its arguments, its output
 Key = Tensor | Callable[[], Tensor]
-"""A use's key, or what brings it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,8 +48,7 @@ class CallSite:
     layer: Layer
     kind: Kind
     by_examples: bool
-    places: list[tuple[nn.Module, str]]
-    """The modules that have its weight and its bias, and as what."""
+    places: list[tuple[nn.Module, str]]  # which modules have its weight and bias, and as what
     is_on: bool = True
     weight: Tensor | None = None
     nature: tuple[torch.dtype, torch.device] | None = None

@@ -54,8 +54,7 @@ class Keep:
         """What is kept of a layer. A word that its kind cannot do is an error if the layer was
         named; with wildcards it means what suits it best, or for keys alone its values."""
         kind = kinds.of(layer.kind)
-        fitting = (pattern for pattern in self._patterns if fnmatchcase(layer.name, pattern))
-        pattern = next(fitting, "*")
+        pattern = next((p for p in self._patterns if fnmatchcase(layer.name, p)), "*")
         word = self._patterns.get(pattern, "auto")
         if word in kind.words:
             return word

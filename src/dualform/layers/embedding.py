@@ -4,9 +4,8 @@ Token ids of shape [B, L] give B·L patterns. The key is a single 1 among as man
 tokens, so it is kept as the token's number, [n, 1]: attention, key · query, is 1 where tokens are
 the same, else 0. The padding token writes nothing: its error signals are zeros.
 
-Why it is hard: torch does something else with some look-ups, which are no layers: `max_norm`
-rewrites the weight in the forward pass, `scale_grad_by_freq` divides the gradient by how often a
-token occurs, `sparse` gives no gradient that could be compared.
+Some look-ups are no layers: `max_norm` rewrites the weight in the forward pass,
+`scale_grad_by_freq` divides the gradient, `sparse` gives none that could be compared.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from dualform.layers.kinds import Kind, Shape, is_plain, register
 from dualform.layers.layer import Fact, Layer
 
-PADDING = "padding"
-"""The detail that names the token that writes nothing; -1: there is none."""
+PADDING = "padding"  # the detail that names the token that writes nothing; -1: there is none
 
 
 class EmbeddingKind(Kind):
@@ -84,8 +82,7 @@ class EmbeddingKind(Kind):
         """torch's own backward: it adds up the rows of a token in the order of the tokens given.
         Tied to a head, it is added to the head's product, never scattered into it."""
         facts = layer.in_features, layer.detail(PADDING, -1), False
-        found: Tensor = torch.ops.aten.embedding_dense_backward(signals, keys[:, 0], *facts)
-        return found
+        return torch.ops.aten.embedding_dense_backward(signals, keys[:, 0], *facts)  # type: ignore[no-any-return]
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
         terms = torch.mv(signals, v)

@@ -1,9 +1,8 @@
 """torch's fused evaluation of `nn.TransformerEncoder`, switched off while layers are looked at.
 
 In eval mode torch may compute a whole encoder layer in one kernel, calling none of its modules, and
-hands positions that a padding mask leaves out around as nested tensors, which no hook can read. It
-gives zeros at such positions, where the layers one by one give numbers that nobody uses; elsewhere
-the two agree up to rounding. So both sides of a comparison are taken without it.
+gives zeros at positions that a padding mask leaves out, where the layers one by one give numbers
+that nobody uses. So both sides of a comparison are taken without it.
 """
 
 from __future__ import annotations

@@ -2,14 +2,9 @@
 
 Patterns are seen where a weight meets its input. A fused recurrent kernel, a compiled function or a
 parametrization hides that, and of many modules it is not known: such parameters are values, and the
-reason follows their name in a remark. What code past all modules does with a weight makes a layer:
-
-| use | name |
-|---|---|
-| attention's packed projection, whole or by thirds | `attn.in_proj`, `attn.in_proj_q`, ... |
-| its projections apart (`kdim`, `vdim`) | `attn.q_proj`, ... |
-| a whole parameter, some rows of it | `fc.weight`, `packed[0:3]` |
-| a look-up | the same with `[tokens]` |
+reason follows their name in a remark. What code past all modules does with a weight makes a layer,
+called `attn.in_proj` (or `attn.in_proj_q`, ... by thirds; `attn.q_proj`, ... where attention has
+them apart), `fc.weight`, `packed[0:3]` (some rows), `words.weight[tokens]` (a look-up).
 """
 
 from __future__ import annotations
@@ -26,20 +21,17 @@ from dualform.layers.kinds import recognised
 from dualform.layers.layer import Layer
 from dualform.layers.torch_internals import is_compiled
 
-ROOT_NAME = "model"
-"""What a layer is called when the whole model is that one layer."""
+ROOT_NAME = "model"  # what a layer is called when the whole model is that one layer
 
 PACKED = {(0, 3): "", (0, 1): "_q", (1, 3): "_kv", (1, 2): "_k", (2, 3): "_v"}
 """What is added to in_proj for the thirds of an attention's packed projection."""
-NOT_READ = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
-"""Modules whose matrices are not multiplied with an input that could be read from the graph."""
+CELLS = nn.RNNBase, nn.RNNCellBase
+OWN_WAY = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.MultiheadAttention, *CELLS)
+"""Modules that use their matrices in a way of their own."""
 
 OTHER_USE = "is used by torch's {}, which has no patterns"
 IN_CHECKPOINT = "is used inside an activation checkpoint whose inputs cannot be read"
-REENTRANT = (
-    "is used inside a backward pass, as a reentrant activation checkpoint does; with "
-    "use_reentrant=False it has patterns"
-)
+REENTRANT = "is used inside a backward pass; a checkpoint with use_reentrant=False has patterns"
 NOT_STRIDED = "is given a sparse or nested input, whose rows are not patterns"
 REPLACED = "is computed from other tensors (functional_call, a parametrization) when it is used"
 
@@ -99,7 +91,7 @@ def possible_names(model: nn.Module) -> list[str]:
             packed = [f"in_proj{third}" for third in PACKED.values()]
             own = packed if module.in_proj_weight is not None else ["q_proj", "k_proj", "v_proj"]
             found += [f"{place}.{name}".lstrip(".") for name in own]
-    bare = parameters_outside(model, *NOT_READ, nn.Linear, nn.MultiheadAttention)
+    bare = parameters_outside(model, *OWN_WAY, nn.Linear)
     return found + [name for name, p in bare if p.dim() == 2]
 
 

@@ -5,7 +5,7 @@ Which way round, and what a module's input has to do with keys at all, is the ki
 one file per kind, known by name in a registry. Nothing outside this room compares a kind's name.
 
 Why it is hard: `gradient` has to give the very bits of torch's backward pass, so it must be torch's
-own operation on the same numbers in the same order, which no formula tells.
+own operation on the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ Shape = tuple[int, ...]
 
 
 class Kind(ABC):
-    """What a kind of layer does with its input, its patterns and its weight.
-
-    `keys` and `signals` are rows, [n, key width] and [n, d_out]; `v` is a direction of the weight's
-    rows, seen as a matrix: [shape[1] · shape[2] · …].
-    """
+    """What a kind of layer does with its input, its patterns and its weight. `keys` and `signals`
+    are rows, [n, key width] and [n, d_out]; `v` is a direction of the weight's flattened rows."""
 
     name: ClassVar[str]
-    words: ClassVar[tuple[str, ...]] = ("patterns", "keys", "examples", "values")
-    """What `keep` may say of such a layer."""
+    words: ClassVar[tuple[str, ...]] = ("patterns", "keys", "examples", "values")  # of keep=
     key_dtype: ClassVar[torch.dtype | None] = None
     """int64 where keys are tokens; None: that of the product (bfloat16 under autocast)."""
-    tags_must_fit: ClassVar[bool] = True
-    """Whether a tag that fits no use of the layer is an error."""
+    tags_must_fit: ClassVar[bool] = True  # else a tag may fit no use of the layer
 
     # -- a module, and what it is given ---------------------------------------------------------
 
@@ -115,9 +110,8 @@ class Kind(ABC):
     ) -> Tensor:
         """The gradient of one use as torch computes it, to the bit, in the dtype of the rows.
 
-        Uses of one weight in one pass: torch adds them one to the other in the order in which the
-        pass goes through them (the last used first), in the dtype of the product where they share a
-        cast (one autocast region), and adds the sum, once, to what `.grad` holds.
+        Uses of one weight in one pass are added in the order in which the pass goes through them,
+        in the dtype of the product where they share a cast; `.grad` gets their sum, once.
         """
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:

@@ -77,6 +77,5 @@ class Layer:
                     f"a layer is described as {str(found)[:200]}; its {name!r} is missing or not "
                     "what it should be. The file is damaged or was made by hand: copy it anew"
                 )
-        values = {name: found[name] for name in _TYPES}
-        values |= {"shape": tuple(found["shape"]), "details": tuple(found["details"].items())}
-        return cls(**values)
+        plain = {"shape": tuple(found["shape"]), "details": tuple(found["details"].items())}
+        return cls(**{name: found[name] for name in _TYPES} | plain)

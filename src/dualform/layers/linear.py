@@ -20,9 +20,7 @@ from dualform.layers.kinds import Kind, Shape, is_plain, register
 from dualform.layers.layer import Layer
 
 _BASE = 10**9
-EXCHANGED = _BASE**2
-"""Added to a use's layout: the first two dimensions change places before the product is taken, as
-`nn.MultiheadAttention` does when it is given the batch first."""
+EXCHANGED = _BASE**2  # added where the first two dimensions change places before the product
 
 
 class LinearKind(Kind):

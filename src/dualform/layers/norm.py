@@ -4,9 +4,8 @@ A norm's gain multiplies the normalised input x̂ entry by entry, so a pattern i
 gain itself, and rows are kept per example. x̂ is computed anew from the input, by torch's own norm
 without gain and bias. There is no attention in such a layer, only contributions.
 
-Why it is hard: the rows' sum is not the gradient to the bit (torch adds all rows in one chain).
-BatchNorm's statistics depend on all examples: they are treated as given. In evaluation mode they
-are those of its past: such calls have no rows by example.
+Why it is hard: the rows' sum is not the gradient to the bit. BatchNorm's statistics are of all
+examples, and treated as given; in evaluation mode of its past: such calls have no rows by example.
 """
 
 from __future__ import annotations
@@ -88,15 +87,13 @@ class NormKind(Kind):
             gain = torch.ones(layer.shape, dtype=keys.dtype, device=keys.device, requires_grad=True)
             bias = torch.zeros_like(gain, requires_grad=True)
             output = self.norm(layer, keys.detach(), gain, bias)
-            wanted = gain if role == "weight" else bias
-            return torch.autograd.grad(output, wanted, signals)[0]
+            return torch.autograd.grad(output, gain if role == "weight" else bias, signals)[0]
 
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 for kind in (
     NormKind("layer_norm", nn.LayerNorm),
     NormKind("rms_norm", nn.RMSNorm),
     NormKind("group_norm", nn.GroupNorm, channels=True),
-    NormKind("batch_norm", *BATCH_NORMS, channels=True),
+    NormKind("batch_norm", nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, channels=True),
 ):
     register(kind)

@@ -134,5 +134,4 @@ def shape_of_output(node: Node) -> tuple[int, ...] | None:
 
 def sequence_number(node: Any) -> int:
     """The place of a node in the order in which the graph was made; 0 for all if unknown."""
-    asked = getattr(node, "_sequence_nr", None)
-    return int(asked()) if asked is not None else 0
+    return int(getattr(node, "_sequence_nr", int)())

@@ -5,9 +5,8 @@ weight it can reach; but whatever wrote it, each product leaves a node in the gr
 saved in it and the parameter at the end of a few views: transposed, split, sliced, cast.
 
 Why it is hard: the same product leaves different traces (a bias inside the product's node or
-added afterwards, positions flattened before it and unfolded after it), and a product must never be
-counted twice or taken for something it is not. What is not recognised is reported as such: products
-of more than two dimensions (einsum, bmm), or with the weight first, are not.
+added afterwards, positions flattened before it and unfolded after it). What is not recognised is
+reported as such: products of more than two dimensions (einsum, bmm), or with the weight first.
 """
 
 from __future__ import annotations
@@ -23,21 +22,18 @@ from dualform.layers.embedding import PADDING
 from dualform.layers.layer import Layer
 from dualform.layers.torch_internals import fact_of, shape_of_output
 
-Edge = tuple[Node, int]
-"""A node and which of its inputs."""
+Edge = tuple[Node, int]  # a node and which of its inputs
 Leaves = Mapping[Node, tuple[str, tuple[int, ...]]]
 """Parameters at the ends of a graph: their nodes, with name and shape."""
 
-VIEWS: dict[str, tuple[str, ...]] = {
+COPIES = ("ToCopyBackward0", "AliasBackward0", "CloneBackward0")
+VIEWS: dict[str, tuple[str, ...]] = dict.fromkeys(COPIES, ()) | {
     "TBackward0": (),
     "TransposeBackward0": ("dim0", "dim1"),
     "PermuteBackward0": ("dims",),
     "SplitBackward0": ("dim", "split_size"),
     "SplitWithSizesBackward0": ("dim", "split_sizes"),
     "SliceBackward0": ("dim", "start", "end", "step"),
-    "ToCopyBackward0": (),
-    "AliasBackward0": (),
-    "CloneBackward0": (),
 }
 """What may lie between a parameter and a product, and what such a node says of itself."""
 UNFOLDED = {"ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward4"}
@@ -65,10 +61,6 @@ class Part:
     stop: int
     dims: str
 
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
     def through(self, view: Node, number: int) -> Part:
         """What a view (its output of that number) shows of it."""
         facts = [fact_of(view, fact) for fact in VIEWS[view.name()]]
@@ -87,7 +79,8 @@ class Part:
             case "SplitWithSizesBackward0", [dim, sizes]:
                 start, stop, step = sum(sizes[:number]), sum(sizes[: number + 1]), 1
             case "SliceBackward0", [dim, start, stop, step]:
-                start, stop = (n + self.rows * (n < 0) for n in map(signed, (start, stop)))
+                rows = self.stop - self.start
+                start, stop = (n + rows * (n < 0) for n in map(signed, (start, stop)))
             case _:  # a copy
                 return self
         start, stop = self.start + max(0, start), min(self.start + stop, self.stop)
@@ -149,7 +142,7 @@ class Graph:
             unfolded = None if saved == "indices" else self._only_user(end, UNFOLDED)
             for place in self._sums(end, saved, unfolded):
                 bias = parts.get(place)
-                if bias and bias.dims == "r" and bias.rows == layer.out_features:
+                if bias and bias.dims == "r" and bias.stop - bias.start == layer.out_features:
                     layer = replace(layer, bias=bias.parameter, bias_offset=bias.start)
                     end, taken = place[0], taken | {place}
                     break
@@ -190,7 +183,7 @@ def _product(node: Node, slot: int, part: Part) -> tuple[Layer | None, str]:
     kind, saved = PRODUCTS.get((node.name(), slot, part.dims), ("", ""))
     if not kind or any(fact_of(node, fact, usual) != usual for fact, usual in USUAL.items()):
         return None, saved
-    shape, name = (part.rows, part.shape[1]), part.parameter
+    shape, name = (part.stop - part.start, part.shape[1]), part.parameter
     widths = shape[::-1] if kind == "linear" else shape
     padded = ((PADDING, signed(fact_of(node, "padding_idx", -1))),) * (kind == "embedding")
     return Layer(name, kind, name, None, *widths, shape, part.start, details=padded), saved

@@ -26,15 +26,13 @@ from torch.nn.modules import module as torch_module
 
 from dualform.layers import finding
 from dualform.layers import torch_internals as internals
-from dualform.layers.finding import NOT_READ, named
 from dualform.layers.layer import Layer
 from dualform.layers.uses import Graph, Use, tensors_in
 
 if TYPE_CHECKING:
     from dualform.layers.capture import Capture
 
-READ = ("linear", "transposed", "embedding")
-"""The kinds of layers whose uses can be read from a graph."""
+READ = ("linear", "transposed", "embedding")  # the kinds whose uses can be read from a graph
 
 
 class GraphWalk:
@@ -46,11 +44,10 @@ class GraphWalk:
         self._seen, self._read_before = object(), object()  # marks on nodes
         self._depth = threading.local()
         self._found = False  # functional uses: then every graph is read
-        matrices = {n for n, p in self._trained(*NOT_READ, nn.MultiheadAttention) if p.dim() == 2}
+        matrices = {n for n, p in self._trained(*finding.OWN_WAY) if p.dim() == 2}
         self._suspects = matrices - {layer.weight for layer in capture.layers}
         """Matrices that no module uses in its own way: functional code must be meant."""
-        self.handles: list[Any] = []
-        """The hooks by which whole graphs are read, so that what was seen has to be marked."""
+        self.handles: list[Any] = []  # while they hang, what was seen has to be marked
 
     def start(self) -> None:
         """Begin to read the graph of every outermost call."""
@@ -159,6 +156,6 @@ class GraphWalk:
             return
         if layer not in self._known:  # these rows and this bias were never seen together
             taken = {known.name for known in self._known.values()}
-            self._known[layer] = named(layer, self._model, taken)
+            self._known[layer] = finding.named(layer, self._model, taken)
             self._capture.add(self._known[layer])
         self._capture.hang(self._known[layer], use, key, batch)
