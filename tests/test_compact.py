@@ -223,7 +223,6 @@ def test_16_bits_are_those_of_a_recording_in_that_dtype(
     assert verdicts == {name: v.verdict for name, v in verify(theirs).verdicts.items()}
     assert {v for name, v in verdicts.items() if "norm" not in name} <= {ROUNDED, LITTLE}
     assert not made.certificate.failures
-    assert f"put into {dtype}" in repr(made)
 
 
 @pytest.mark.parametrize("period", [5, 1000])
@@ -231,6 +230,7 @@ def test_what_16_bits_cannot_hold_stays_as_it_was_and_is_said(period: int, tmp_p
     record(tmp_path / "wide", size=1e6, period=period)
     made = dualform.compact(tmp_path / "wide", tmp_path / "made", dtype="float16")
     assert any("cannot hold" in sentence and "fc1" in sentence for sentence in made.lost)
+    assert not made.certificate.failures
     wide, ours = Memory.open(tmp_path / "wide"), Memory.open(tmp_path / "made")
     assert torch.equal(ours.layer("fc1").keys, wide.layer("fc1").keys)
     assert torch.equal(ours.layer("fc2").keys, wide.layer("fc2").keys.half().float())
