@@ -20,10 +20,8 @@ import numpy as np
 from torch import Tensor
 
 from dualform.memory import Memory, MemoryWriter, SegmentContent
-from dualform.memory.content import rows_name
-from dualform.memory.opened import OpenedMemory
 from dualform.memory.rewriting import content_of
-from dualform.memory.tensor_files import tensor_bytes
+from dualform.memory.segments import OpenedMemory
 
 
 @dataclass
@@ -63,7 +61,7 @@ def forge(run: Path, into: Path, *changes: Change) -> Memory:
     for segment in opened.segments:
         content = content_of(opened, segment)
         rows = {
-            layer: {part: segment.file.tensor(rows_name(layer, part)).clone() for part, _ in parts}
+            layer: {part: values.clone() for part, values in parts}
             for layer, parts in content.rows.items()
         }
         content.log = {field: column.copy() for field, column in content.log.items()}
@@ -79,10 +77,8 @@ def forge(run: Path, into: Path, *changes: Change) -> Memory:
     try:
         writer.begin(manifest)
         for forgery in found:
-            forgery.content.rows = {
-                layer: [(part, tensor_bytes("", rows)) for part, rows in parts.items()]
-                for layer, parts in forgery.rows.items()
-            }
+            rows = forgery.rows.items()
+            forgery.content.rows = {layer: list(parts.items()) for layer, parts in rows}
             writer.commit(forgery.content)
         writer.end(closed=True)
     finally:

@@ -63,6 +63,18 @@ def test_bits_find_every_attack(run: Run, attack: str, tmp_path: Path) -> None:
         assert set(steps) <= {STEP, 64}
 
 
+def test_bits_find_one_edited_entry_of_what_an_optimizer_remembers(
+    run: Run, tmp_path: Path
+) -> None:
+    """Though κ is searched for at every step, and no mark may see that entry."""
+    (state,) = (
+        n for n in run.memory.kept.state("2.weight", 64) if n in ("momentum_buffer", "exp_avg")
+    )
+    change = tampering.scale_kept_entry("2.weight", 64, 1.001, f"state.{state}")
+    found = verify(tampering.forge(run.path, tmp_path / "forged", change), every_step=True)
+    assert found.verdicts["2.weight"].verdict == NOT
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_bounds_find_what_is_above_rounding(run: Run, attack: str, tmp_path: Path) -> None:
     """On another machine no bits are to be expected."""

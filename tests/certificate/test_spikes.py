@@ -25,7 +25,7 @@ RULES = {
 
 @pytest.mark.parametrize("stored", ["float32", "float16"])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "float32"])
-@pytest.mark.parametrize("clip", [0.1, 1.0, 0.0])
+@pytest.mark.parametrize("clip", [0.1, 0.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_factor_is_right_after_a_spike(
     rule: str, clip: float, autocast: bool, stored: str, tmp_path: Path
@@ -34,7 +34,7 @@ def test_every_factor_is_right_after_a_spike(
     run = Run(
         kind,  # type: ignore[arg-type]
         settings,
-        steps=48,
+        steps=40,
         clip=clip,
         spikes=(9, 10, 30),
         autocast=autocast,
@@ -53,7 +53,7 @@ def test_every_factor_is_right_after_a_spike(
     assert not found.failures, repr(found)
     if stored == "float32" and rule != "plain SGD":
         assert found.verdict == BITS, "κ was known well enough for marks to find the very number"
-    for step in (8, 10, 11, 20, 31, 48):
+    for step in (8, 10, 11, 20, 31, 40):
         for name, actual in run.weights[step].items():
             learned = float((actual - run.weights[0][name]).norm())
             off = float((at(memory, name, step) - actual).norm())

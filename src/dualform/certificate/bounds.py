@@ -106,8 +106,7 @@ def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Off:
         W, m, before = ww * W + wm * m + nw * gv, mw * W + mm * m + nm * gv, (e_W, e_m)
         e_W = abs(ww) * before[0] + abs(wm) * before[1] + abs(nw) * e_g + u * large + 2 * u * step
         e_m = abs(mw) * (before[0] + u * large) + abs(mm) * before[1] + abs(nm) * e_g
-        e_m = e_m + 2 * u * np.maximum(np.abs(m), least) + tiny
-        e_W = e_W + tiny
+        e_W, e_m = e_W + tiny, e_m + tiny + 2 * u * np.maximum(np.abs(m), least)
     few = 1 + 4 / max(1, len(motions)) ** 0.5  # a row's roundings may fall together
     room_W = few * (e_W + u * size) + DOUBLE * size
     room_m = few * (e_m + u * np.maximum(np.abs(m), least)) + DOUBLE * (size + np.abs(m))

@@ -12,7 +12,6 @@ same along the parameter's direction v, one number per row, for every step of a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
@@ -72,7 +71,7 @@ class Explained(ABC, Generic[T]):
 
     @abstractmethod
     def own(self, step: int, held: T | None) -> T:
-        """Add what the patterns of a step sum to onto what was held; κ comes later."""
+        """Add what the patterns of a step sum to onto what `.grad` held; κ comes later."""
 
     def before(self, step: int) -> T | None:
         """The gradient that a step finds in `.grad`, as explained; None if none is carried."""
@@ -86,18 +85,14 @@ class Explained(ABC, Generic[T]):
                 self.of(s)
         return self._last[1]
 
-    def at(self, step: int, held: T | None) -> tuple[T, float]:
-        """The gradient of a step before κ, and κ; `held` is what `.grad` held before it."""
+    def total(self, step: int) -> tuple[T, float]:
+        """The gradient of a step before κ, and κ as in the log."""
         kappa = float(self.log.kappa[step]) if self.log.moved[step] else 1.0
-        return self.own(step, held if self.log.carried[step] else None), kappa
+        return self.own(step, self.before(step)), kappa
 
     def of(self, step: int) -> T:
-        """The gradient of a step, κ as in the log."""
-        return self.hold(step, times(*self.at(step, self.before(step))))
-
-    def all(self, steps: Sequence[int]) -> Iterator[tuple[int, T]]:
-        """Give every update's gradient in turn; steps that moved nothing are left out."""
-        yield from ((step, self.of(step)) for step in steps if self.log.moved[step])
+        """The gradient of a step."""
+        return self.hold(step, times(*self.total(step)))
 
     def hold(self, step: int, gradient: T) -> T:
         """Remember what `.grad` holds after a step."""
@@ -125,14 +120,10 @@ class ExplainedGradients(Explained[Tensor]):
     ) -> None:
         super().__init__(memory, parameter)
         self.dtype, self._kept, self._jitter = dtype, memory.kept, jitter
-        self._has_kept = frozenset(memory.kept.gradient_steps(parameter))
 
-    def at(self, step: int, held: Tensor | None) -> tuple[Tensor, float]:
-        if step in self._has_kept:
-            kept = self._kept.gradient(self.known.name, step)
-            assert kept is not None
-            return kept.to(self.dtype, copy=True), 1.0
-        return super().at(step, held)
+    def total(self, step: int) -> tuple[Tensor, float]:
+        kept = self._kept.gradient(self.known.name, step)
+        return super().total(step) if kept is None else (kept.to(self.dtype, copy=True), 1.0)
 
     def own(self, step: int, held: Tensor | None) -> Tensor:
         total = held

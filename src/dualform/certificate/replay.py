@@ -156,9 +156,7 @@ class Replay:
         one = OneParameter(*begin, self.known, self._dtype)
         for step in steps:
             if self.log.moved[step]:
-                total, kappa = self._gradients.at(step, self._gradients.before(step))
-                held = self._take(one, step, total, kappa)
-                self._gradients.hold(step, held)
+                self._gradients.hold(step, self._take(one, step, *self._gradients.total(step)))
                 yield Replayed(step, one.weights, one.state, self._is_marked)
 
     def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:

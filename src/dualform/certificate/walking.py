@@ -42,8 +42,7 @@ class Walker:
         self._checks: dict[str, Check] = {}
         self.room = 0.0
         """The bounds of all ways together, of the rows' signed sum by row."""
-        self._explained: Reals = np.zeros(self.known.height + 1)
-        self._learned: Reals = np.zeros(self.known.height + 1)
+        self._explained, self._learned = np.zeros((2, self.known.height + 1))
 
     @property
     def learned(self) -> float:
@@ -74,10 +73,9 @@ class Walker:
     def _walk(self, way: Stretch, *, is_on_path: bool) -> None:
         begin, end, motions = self._at(way.start), self._at(way.stop), []
         for step in way.steps:
-            gv, room = np.zeros(self.known.height + 1), np.zeros(self.known.height + 1)
+            gv, room = np.zeros((2, self.known.height + 1))
             if self._log.moved[step] and self._record.explained[step]:
-                found = self._sums.of(step)
-                gv, room = self._look(step, found)
+                gv, room = self._look(step, self._sums.of(step))
             if self._log.moved[step] and self.is_linear:
                 motions.append(Motion(self._factors[step], gv, room))
         off = bounds.walk(begin, end, motions, self._u) if self.is_linear else None

@@ -8,7 +8,6 @@ memory: later steps are then cut off. Nothing on disk changes before all of that
 from __future__ import annotations
 
 import datetime
-import platform
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dualform.certificate.replay import here
 from dualform.errors import RecordingError
 from dualform.layers import Layer
 from dualform.memory import Memory
@@ -184,7 +184,5 @@ def phase(step: int, ended: int | None) -> dict[str, Any]:
         "began": "started" if ended is None else "resumed",
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rewound_from": ended if ended is not None and ended > step else None,
-        "threads": torch.get_num_threads(),
-        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "torch": torch.__version__,
+        **here(),
     }
