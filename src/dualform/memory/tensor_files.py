@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -60,18 +60,23 @@ def write_tensor_file(
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     large = [name for name, t in plain.items() if t.nbytes >= PAGE and not t.data_ptr() % PAGE]
     small = sorted(plain.keys() - set(large), key=lambda name: (-plain[name].itemsize, name))
-    header = _header(
-        {name: plain[name] for name in (*small, *large)}, {*small[-1:], *large}, metadata
-    )
-    parts = [_packed([memoryview(header)]), _packed([_raw(plain[name]) for name in small])]
-    for raw in (_raw(plain[name]) for name in large):
-        whole = len(raw) // PAGE * PAGE
-        parts += [raw[:whole], _packed([raw[whole:]])]
+    ordered = {name: plain[name] for name in (*small, *large)}
+    header = memoryview(_header(ordered, {*small[-1:], *large}, metadata))
+
+    def blocks() -> Iterator[memoryview]:
+        yield from _packed([header])
+        yield from _packed([_raw(plain[name]) for name in small])
+        for raw in (_raw(plain[name]) for name in large):
+            whole = len(raw) // PAGE * PAGE
+            for start in range(0, whole, CHECKSUM_BLOCK):
+                yield raw[start : min(start + CHECKSUM_BLOCK, whole)]
+            yield from _packed([raw[whole:]])
+
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     for past_the_cache in (getattr(os, "O_DIRECT", 0), 0):
         try:
-            return _write(path, flags | past_the_cache, parts)
+            return _write(path, flags | past_the_cache, blocks())
         except BaseException as error:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -99,31 +104,35 @@ def _raw(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _write(path: Path, flags: int, parts: Sequence[memoryview]) -> list[list[int]]:
-    blocks: list[list[int]] = []
+def _write(path: Path, flags: int, blocks: Iterable[memoryview]) -> list[list[int]]:
+    written: list[list[int]] = []
     descriptor = os.open(path, flags, 0o644)
     try:
-        for part in parts:
-            for start in range(0, len(part), CHECKSUM_BLOCK):
-                block = part[start : start + CHECKSUM_BLOCK]
-                blocks.append([len(block), crc32(block)])
-                while block:
-                    block = block[os.write(descriptor, block) :]
+        for block in blocks:
+            written.append([len(block), crc32(block)])
+            while block:
+                block = block[os.write(descriptor, block) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return blocks
+    return written
 
 
-def _packed(pieces: Sequence[memoryview]) -> memoryview:
-    """Copy pieces one after the other into whole pages; zeros fill the last."""
-    size, used = sum(piece.nbytes for piece in pieces), 0
-    size += -size % PAGE
-    area = mmap.mmap(-1, max(PAGE, size))  # begins with a page
+def _packed(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Copy pieces one after the other into whole pages, block by block; zeros fill the last."""
+    area, used = mmap.mmap(-1, CHECKSUM_BLOCK), 0  # begins with a page
     to = np.frombuffer(area, np.uint8)
-    for piece in pieces:  # numpy copies without Python's lock
-        to[used : (used := used + piece.nbytes)] = np.frombuffer(piece, np.uint8)
-    return memoryview(area)[:size]
+    for piece in pieces:
+        while piece:
+            part, piece = piece[: CHECKSUM_BLOCK - used], piece[CHECKSUM_BLOCK - used :]
+            to[used : used + len(part)] = np.frombuffer(part, np.uint8)
+            used = (used + len(part)) % CHECKSUM_BLOCK
+            if not used:
+                yield memoryview(area)
+    if used:
+        end = used + -used % PAGE
+        to[used:end] = 0
+        yield memoryview(area)[:end]
 
 
 def _header(tensors: Mapping[str, Tensor], last: set[str], metadata: dict[str, str]) -> bytes:

@@ -198,7 +198,7 @@ def refusing(path: Path) -> Iterator[None]:
 
 def _claim(path: Path, *, overwrite: bool) -> None:
     """Make sure the directory is ours to write to; touch nothing in it."""
-    found = list(path.rglob("*"))
+    found = [*path.iterdir(), *path.glob(f"{SEGMENTS}/*")]
     if foreign := sorted(str(f.relative_to(path)) for f in found if not _is_ours(path, f)):
         raise RecordingError(
             f"{path} holds files that are not a memory's ({', '.join(foreign[:5])}); nothing was "
