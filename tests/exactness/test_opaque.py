@@ -84,7 +84,6 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Body(torch.compile(nn.Linear(6, 6), backend="aot_eager"), called),
         r"is inside 'body.*which is compiled: record the module as it was before",
     ),
-    "a module compiled in place": (lambda: Body(compiled_in_place(), called), r"is compiled"),
     "a compiled forward": (lambda: Body(compiled_forward(), called), r"is compiled"),
     "a reentrant checkpoint": (
         lambda: Body(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), reentrant),
@@ -141,6 +140,15 @@ def test_what_hides_its_patterns_is_values_by_name_and_the_rest_is_exact(
         assert torch.equal(dual.weights()[known.name], run.kept[STEPS][known.name])
     split = dual.contribute(example=2, target=torch.ones(3, 6), layer="foot")
     assert abs(split.residual) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_compiled_in_place_is_run_eagerly_and_read_from_the_graph(
+    new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(lambda: Body(compiled_in_place(), called)), loss_of, torch.float64)
+    train(run)
+    assert {known.keep for known in certify(run).parameters.values()} == {"patterns"}
 
 
 @pytest.mark.filterwarnings("ignore")
