@@ -1,7 +1,9 @@
-"""What hides its patterns is refused by name; left out by choice, it is rebuilt from its steps."""
+"""What hides its patterns is kept as values, by name and with the reason; the rest stays exact."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import dualform as df
+from dualform.certificate.replay import at as weights_at
 
 STEPS = 6
 RULE = {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02}
@@ -68,33 +71,30 @@ def pruned() -> nn.Module:
 
 
 OPAQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "an LSTM": (lambda: Body(nn.LSTM(6, 6), first), r"module 'body' is an nn.LSTM"),
-    "a GRU": (lambda: Body(nn.GRU(6, 6, batch_first=True), first), r"'body' is an nn.GRU"),
-    "an RNN": (lambda: Body(nn.RNN(6, 6), first), r"'body' is an nn.RNN"),
+    "an LSTM": (lambda: Body(nn.LSTM(6, 6), first), r"is in 'body', .*LSTM, whose kernel hides"),
+    "a GRU": (lambda: Body(nn.GRU(6, 6, batch_first=True), first), r"is in 'body', .*GRU, whose"),
+    "an RNN": (lambda: Body(nn.RNN(6, 6), first), r"is in 'body', .*RNN, whose kernel hides"),
     "weight norm": (
         lambda: Body(parametrizations.weight_norm(nn.Linear(6, 6)), called),
-        r"module 'body' has a parametrized weight",
+        r"is parametrized in 'body",
     ),
-    "old weight norm": (lambda: Body(old_weight_norm(), called), r"has a parametrized weight"),
-    "pruning": (lambda: Body(pruned(), called), r"has a parametrized weight"),
+    "old weight norm": (lambda: Body(old_weight_norm(), called), r"belongs to 'body'"),
+    "pruning": (lambda: Body(pruned(), called), r"belongs to 'body'"),
     "a compiled module": (
         lambda: Body(torch.compile(nn.Linear(6, 6), backend="aot_eager"), called),
-        r"module 'body' is compiled \(torch.compile\)",
+        r"is inside 'body.*which is compiled: record the module as it was before",
     ),
-    "a module compiled in place": (lambda: Body(compiled_in_place(), called), r"is compiled"),
     "a compiled forward": (lambda: Body(compiled_forward(), called), r"is compiled"),
-}
-
-AT_FIRST_USE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a reentrant checkpoint": (
         lambda: Body(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), reentrant),
-        r"layer 'body.0' was called inside a running backward pass.*use_reentrant=False",
+        r"is used inside a backward pass, .*with use_reentrant=False it has patterns",
     ),
     "attention in a reentrant checkpoint": (
         lambda: Body(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), reentrant),
-        r"layer 'body\..*' was called inside a running backward pass.*use_reentrant=False",
+        r"is used inside a backward pass, .*with use_reentrant=False it has patterns",
     ),
 }
+"""What hides the patterns of 'body', and what is said of it."""
 
 
 def loss_of(model: nn.Module, generator: torch.Generator) -> Tensor:
@@ -109,8 +109,9 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 def train(run: Any) -> None:
     optimizer = SGD(run.model.parameters(), **RULE)
-    with run.recording(optimizer):
-        for _ in range(STEPS):
+    with run.recording(optimizer) as recorder:
+        for step in range(STEPS):
+            recorder.tag(example=[4 * step + i for i in range(4)])
             run.loss().backward()
             clip_grad_norm_(run.model.parameters(), 0.5)
             optimizer.step()
@@ -118,81 +119,99 @@ def train(run: Any) -> None:
             run.keep()
 
 
-@pytest.mark.parametrize("name", [*OPAQUE, *AT_FIRST_USE])
-def test_what_hides_its_patterns_is_refused_by_name(name: str, new_run: Any) -> None:
-    build, message = (OPAQUE | AT_FIRST_USE)[name]
-    run = new_run(seeded(build), loss_of, torch.float64)
-    with pytest.raises(df.RecordingError, match=message) as refused:
-        train(run)
-    assert "layers=" in str(refused.value)
-    if name in OPAQUE:
-        assert 'layers=["foot", "head"]' in str(refused.value)
-        assert not run.path.exists()
-
-
 @pytest.mark.filterwarnings("ignore")  # dynamo raises many of its own
-@pytest.mark.parametrize("name", [*OPAQUE, *AT_FIRST_USE])
-def test_left_out_by_choice_it_is_rebuilt_from_its_steps(
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_hides_its_patterns_is_values_by_name_and_the_rest_is_exact(
     name: str, new_run: Any, certify: Any
 ) -> None:
-    build, _ = (OPAQUE | AT_FIRST_USE)[name]
-    run = new_run(seeded(build), loss_of, torch.float64, layers=["foot", "head"])
+    build, why = OPAQUE[name]
+    run = new_run(seeded(build), loss_of, torch.float64)
     train(run)
     memory = certify(run)
-    coverage = {n: p.coverage for n, p in memory.parameters.items()}
-    assert {c for n, c in coverage.items() if n.startswith("body")} == {"steps"}
-    assert {c for n, c in coverage.items() if not n.startswith("body")} == {"patterns"}
+    body = [known for n, known in memory.parameters.items() if n.startswith("body")]
+    assert {known.keep for known in body} == {"values"}
+    assert [known for known in body if re.search(why, known.why)]
+    others = [known for n, known in memory.parameters.items() if not n.startswith("body")]
+    assert {known.keep for known in others} == {"patterns"}
+    assert set(memory.layers) == {"foot", "head"}
+    dual = df.DualForm(run.model, memory)
+    assert "kept as values, without patterns: body" in repr(dual)
+    for known in body:
+        assert torch.equal(dual.weights()[known.name], run.kept[STEPS][known.name])
+    split = dual.contribute(example=2, target=torch.ones(3, 6), layer="foot")
+    assert abs(split.residual) <= 1e-12
 
 
-def test_no_layer_at_all_may_be_chosen(new_run: Any, certify: Any) -> None:
-    run = new_run(seeded(lambda: Body(nn.LSTM(6, 6), first)), loss_of, torch.float64, layers=[])
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_compiled_in_place_is_run_eagerly_and_read_from_the_graph(
+    new_run: Any, certify: Any
+) -> None:
+    run = new_run(seeded(lambda: Body(compiled_in_place(), called)), loss_of, torch.float64)
+    train(run)
+    assert {known.keep for known in certify(run).parameters.values()} == {"patterns"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("keep", ["values", {"foot": "patterns", "*": "values"}])
+def test_what_is_left_out_by_choice_is_values_too(keep: Any, new_run: Any, certify: Any) -> None:
+    run = new_run(seeded(OPAQUE["an LSTM"][0]), loss_of, torch.float64, keep=keep)
     train(run)
     memory = certify(run)
-    assert memory.layers == ()
-    assert {p.coverage for p in memory.parameters.values()} == {"steps"}
+    assert memory.layers == (() if keep == "values" else ("foot",))
+    for name, known in memory.parameters.items():
+        assert known.keep == ("patterns" if name.startswith(memory.layers or "-") else "values")
 
 
-def test_a_choice_that_reaches_into_it_is_refused(new_run: Any) -> None:
-    run = new_run(seeded(OPAQUE["an LSTM"][0]), loss_of, torch.float64, layers="*")
-    with pytest.raises(df.RecordingError, match=r"module 'body' is an nn.LSTM"):
+def test_a_choice_that_names_what_has_no_patterns_is_refused(new_run: Any) -> None:
+    run = new_run(seeded(OPAQUE["an LSTM"][0]), loss_of, torch.float64, keep={"body": "patterns"})
+    with pytest.raises(df.RecordingError, match=r"'body'.*this model's layers are foot, head"):
         train(run)
 
 
-def test_what_is_not_trained_is_not_refused(new_run: Any, certify: Any) -> None:
+def test_what_is_not_trained_is_as_it_was(new_run: Any, certify: Any) -> None:
     model = seeded(OPAQUE["an LSTM"][0])
     model.body.requires_grad_(False)
     run = new_run(model, loss_of, torch.float64)
     train(run)
-    assert certify(run).parameters["body.weight_ih_l0"].coverage == "untrained"
+    memory = certify(run)
+    assert not memory.log("body.weight_ih_l0").moved.any()
+    weight = df.DualForm(run.model, memory).at(3).weights()["body.weight_ih_l0"]
+    assert torch.equal(weight, model.body.weight_ih_l0)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("change", "what"),
+    "change",
     [
-        (parametrizations.weight_norm, "weight"),
-        (parametrizations.spectral_norm, "weight"),
-        (lambda body: prune.random_unstructured(body, "weight", 0.5), "weight"),
-        (lambda body: prune.random_unstructured(body, "bias", 0.5), "bias"),
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        lambda body: prune.random_unstructured(body, "weight", 0.5),
+        lambda body: prune.random_unstructured(body, "bias", 0.5),
     ],
     ids=["weight norm", "spectral norm", "pruning", "pruning of the bias"],
 )
-@pytest.mark.parametrize("step", [0, 2])
-def test_a_layer_parametrized_while_it_is_recorded_is_refused_by_name(
-    change: Callable[[nn.Module], Any], what: str, step: int, tmp_path: Path
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_layer_parametrized_while_it_is_recorded_is_never_silently_wrong(
+    change: Callable[[nn.Module], Any], when: int, tmp_path: Path
 ) -> None:
+    """It stops, or its weights are values from there on; what was before stays exact."""
     model = seeded(lambda: Body(nn.Linear(6, 6), called))
-    optimizer = SGD(model.parameters(), **RULE)
+    optimizer, kept = SGD(model.parameters(), **RULE), []
     generator = torch.Generator().manual_seed(1)
-    message = rf"layer 'body': its {what} was a parameter when recording began and is none now"
     with (
-        pytest.raises(df.RecordingError, match=message) as refused,
+        contextlib.suppress(df.RecordingError),
         df.record(model, optimizer, tmp_path / "run"),
     ):
         for now in range(STEPS):
-            if now == step:
+            if now == when:
                 change(model.body)
             loss_of(model, generator).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert "layers=" in str(refused.value)
-    assert df.Memory.open(tmp_path / "run").steps == step
+            kept.append(model.foot.weight.detach().clone())
+    memory = df.Memory.open(tmp_path / "run")
+    assert memory.steps >= when
+    assert df.DualForm(None, memory).verify().passed
+    for at in range(1, memory.steps + 1):
+        assert torch.equal(weights_at(memory, "foot.weight", at), kept[at - 1])
+    assert memory.steps == when or memory.parameters["body.weight"].keep == "values"
