@@ -344,7 +344,7 @@ def test_export_drops_layers_and_error_signals(ask: Any, tmp_path: Path) -> None
     ("args", "said"),
     [
         (["info", "nowhere"], "not there"),
-        (["info", "cli_nets.py"], "not a directory"),
+        (["info", "cli_nets.py"], "expected the directory of a memory"),
         (["attend", "run"], "either --example"),
         (["attend", "run", "--example", "5", "--input", "one.safetensors"], "either --example"),
         (["attend", "run", "--input", "one.safetensors"], "needs --model"),
