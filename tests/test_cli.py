@@ -156,7 +156,7 @@ def test_verify_alone_checks_the_run_against_itself(ask: Any, ask_json: Any) -> 
     assert "PASSED" in ask("verify", "run").stdout
     found = ask_json("verify", "run")
     assert found["passed"] is True
-    assert {c["check"] for c in found["checks"]} >= {"fingerprints", "steps"}
+    assert {c["kind"] for c in found["checks"]} >= {"fingerprints", "steps"}
 
 
 def test_verify_says_which_verdict_holds_for_which_parameter(ask: Any, ask_json: Any) -> None:
@@ -178,13 +178,13 @@ def test_verify_replays_every_step_if_asked(ask_json: Any, place: Path) -> None:
 
 def test_verify_with_a_model_compares_its_weights(ask_json: Any) -> None:
     found = ask_json("verify", "run", "--model", "cli_nets:net")
-    compared = {c["parameter"] for c in found["checks"] if c["check"] == "weights"}
+    compared = {c["parameter"] for c in found["checks"] if c["kind"] == "weights"}
     assert {"fc1.weight", "fc1.bias", "norm.weight", "fc2.weight"} <= compared
 
 
 def test_verify_with_an_input_compares_outputs(ask_json: Any) -> None:
     found = ask_json("verify", "run", "--model", "cli_nets:net", "--input", "five.safetensors")
-    assert "outputs" in {c["check"] for c in found["checks"]}
+    assert "outputs" in {c["kind"] for c in found["checks"]}
 
 
 def test_verify_compares_with_ones_own_checkpoint(place: Path, ask: Any, ask_json: Any) -> None:
@@ -344,7 +344,7 @@ def test_export_drops_layers_and_error_signals(ask: Any, tmp_path: Path) -> None
     ("args", "said"),
     [
         (["info", "nowhere"], "not there"),
-        (["info", "cli_nets.py"], "not a directory"),
+        (["info", "cli_nets.py"], "expected the directory of a memory"),
         (["attend", "run"], "either --example"),
         (["attend", "run", "--example", "5", "--input", "one.safetensors"], "either --example"),
         (["attend", "run", "--input", "one.safetensors"], "needs --model"),
