@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,3 +173,47 @@ def test_everything_we_ask_for_is_pinned_in_constraints_and_only_there() -> None
 
 def test_ci_runs_what_the_contributor_runs() -> None:
     assert "make test\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+# How large a thing may be -------------------------------------------------------------------------
+
+MOST_ATTRIBUTES = 16
+MOST_ARGUMENTS = 8
+
+
+def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for path in MODULES:
+        yield from ((path, n) for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef))
+
+
+def attributes(defined: ast.ClassDef) -> set[str]:
+    """What a class declares, and what its methods put on `self`."""
+    found = {n.target.id for n in defined.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+    for node in ast.walk(defined):
+        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_own and node.value.id == "self" and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    names = Counter(defined.name for _, defined in classes())
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_no_class_holds_too_much_and_no_constructor_asks_for_too_much() -> None:
+    found = []
+    for path, defined in classes():
+        if len(held := attributes(defined)) > MOST_ATTRIBUTES:
+            found.append(f"{module_id(path)}: {defined.name} has {len(held)} attributes")
+        for made in defined.body:
+            if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+                count = len(made.args.args) + len(made.args.kwonlyargs) - 1
+                if count > MOST_ARGUMENTS:
+                    found.append(f"{module_id(path)}: {defined.name}(...) takes {count} arguments")
+    assert found == []
+
+
+def test_the_package_stays_within_its_lines() -> None:
+    total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES)
+    assert total <= 21_000
