@@ -93,7 +93,9 @@ class Contribution:
     @property
     def shares(self) -> dict[str, float]:
         """Signed parts of the target that add up to `total`: initial weights, …, patterns."""
-        return {**self._shares, "patterns": float(self._numbers.sum())}
+        shares = {**self._shares, "patterns": float(self._numbers.sum())}
+        left = {UNEXPLAINED: shares.pop(UNEXPLAINED)} if UNEXPLAINED in shares else {}
+        return shares | left
 
     @property
     def total(self) -> float:

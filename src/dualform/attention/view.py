@@ -219,27 +219,23 @@ class View:
     def parts(self, parameter: str) -> tuple[Tensor, Tensor | None, Tensor]:
         """What no pattern wrote: the share of W_0, that of m_0, and the remainder; float64."""
         if parameter not in self._parts:
-            bare = self.masked(())
-            initial, momentum = bare._initial(parameter)
-            remainder = self.actual(parameter).double() - initial
-            if momentum is not None:
-                remainder -= momentum
-            for writer in self.writers(parameter):
-                remainder[writer.rows_of(parameter)] -= bare.written(writer, parameter)
+            bare, kept = self.masked(()), self.memory.kept
+            remainder = self.actual(parameter).to(torch.float64, copy=True)
+            if self.reach(parameter).how == ENTRYWISE:  # one sweep for all of it
+                way = self.way(parameter)
+                for writer, total in written.of_all(way, self.writers(parameter)):
+                    remainder[writer.rows_of(parameter)] -= total
+                initial, momentum = way.initial()
+            else:
+                for writer in self.writers(parameter):
+                    remainder[writer.rows_of(parameter)] -= bare.written(writer, parameter)
+                found, buffer = self.coefficients(parameter), kept.state(parameter, 0)
+                initial = found.initial * kept.weights(parameter, 0).double()
+                momentum = buffer.get("momentum_buffer")
+                momentum = None if momentum is None else found.momentum * momentum.double()
+            remainder -= initial if momentum is None else initial + momentum
             self._parts[parameter] = initial, momentum, remainder
         return self._parts[parameter]
-
-    def _initial(self, parameter: str) -> tuple[Tensor, Tensor | None]:
-        """What is left of W_0 and m_0."""
-        if self.reach(parameter).how == ENTRYWISE:
-            way = self.way(parameter)
-            for _ in way:
-                pass
-            return way.initial()
-        found, memory = self.coefficients(parameter), self.memory.kept
-        momentum = memory.state(parameter, 0).get("momentum_buffer")
-        initial = found.initial * memory.weights(parameter, 0).double()
-        return initial, None if momentum is None else found.momentum * momentum.double()
 
     def base(self, parameter: str) -> Tensor:
         """Everything in the parameter that no pattern wrote, float64; all of it, where no

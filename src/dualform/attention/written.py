@@ -8,7 +8,7 @@ sum of a few matrices: no pattern is looked at again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +121,20 @@ def sums(
             _add(rows, driven, part_of_step, weights, codes)
             total += driven * factor[own]
     return total
+
+
+def of_all(way: Way, layers: Sequence[LayerMemory]) -> list[tuple[LayerMemory, Tensor]]:
+    """What all patterns of some layers wrote into the parameter of a way, in one sweep."""
+    name = way.record.known.name
+    found = [(Writing(layer, name), layer.rows_of(name)) for layer in layers]
+    totals = [torch.zeros(*rows.shape, dtype=torch.float64) for rows, _ in found]
+    for step, factor in way:
+        for (rows, own), total in zip(found, totals, strict=True):
+            if (part := rows.of_step(step)) is not None:
+                driven = torch.zeros_like(total)
+                rows.add(driven, part, np.ones(len(part.rows)))
+                total += driven * factor[own]
+    return list(zip(layers, totals, strict=True))
 
 
 def _add(rows: Writing, total: Tensor, part: Wrote, weights: engine.Reals, codes: Codes) -> None:
