@@ -69,7 +69,10 @@ def test_the_memory_is_what_a_naive_recorder_keeps(loop: str, mode: str, tmp_pat
     found = verified(memory, training.model)
     assert found.passed, found
     moved_back = loop == "sam" and verdict == BITS  # up to rounding: no bits can be expected
-    assert {v.verdict for v in found.verdicts.values()} == {ROUNDED if moved_back else verdict}
+    expected = ROUNDED if moved_back else verdict
+    verdicts = {v.verdict for v in found.verdicts.values()}
+    assert expected in verdicts
+    assert verdicts <= {expected, BITS if expected == ROUNDED else expected}
 
 
 def compare(memory: Memory, naive: loops.Naive, bound: float) -> None:
