@@ -170,6 +170,19 @@ def test_verify_passes_and_says_what_is_not_explained(
     assert t.dual(x, by="patterns") == pytest.approx(t.dual(x), abs=EXACT)
 
 
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_repr_says_what_leaves_a_remainder(tmp_path: Path, cause: str) -> None:
+    said = repr(trained(tmp_path / "run", "SGD", cause).dual)
+    expected = {
+        "every third step": "one of every 3 steps was recorded",
+        "a gradient edited": "kept as values, without patterns: 2.weight",
+        "a penalty": "kept as values, without patterns: 2.weight",
+        "weights edited": "(before step 11), which is not explained by patterns: 2.weight, 2.bias",
+        "optimizer replaced": "as attention over its training",
+    }
+    assert expected.get(cause, "(before step 11), which is not explained by patterns: 0.w") in said
+
+
 @pytest.mark.parametrize(("rule", "cause"), CASES)
 def test_no_mask_touches_it(tmp_path: Path, rule: str, cause: str) -> None:
     t = trained(tmp_path / "run", rule, cause)

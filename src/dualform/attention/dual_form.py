@@ -350,6 +350,13 @@ class DualForm:
         values = [name for name, known in self.memory.parameters.items() if known.keep == "values"]
         if values:
             lines.append(f"  kept as values, without patterns: {', '.join(values)}")
+        edits = [event for event in self.memory.events if event.what == "edited"]
+        if edited := dict.fromkeys(name for event in edits for name in event.parameters):
+            steps = ", ".join(dict.fromkeys(str(event.step) for event in edits[:3]))
+            lines.append(
+                f"  changed between updates (before step {steps}{' …' * (len(edits) > 3)}), which "
+                f"is not explained by patterns: {', '.join(edited)}"
+            )
         if self.memory.every > 1:
             lines.append(
                 f"  one of every {self.memory.every} steps was recorded; what the others wrote is "
