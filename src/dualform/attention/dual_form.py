@@ -186,8 +186,11 @@ class DualForm:
         scale = float(primal.abs().max()) if primal.numel() else 0.0
         off = float((attended - primal).abs().max()) if primal.numel() else 0.0
         dtypes = [p.dtype for p in self.memory.parameters.values() if p.dtype.is_floating_point]
+        kept = self.memory.kept
+        is_rebuilt = any(kept.steps(n)[-1] < self.step for n in self.memory.parameters)
         for name in self.memory.layers:  # autocast: products are rounded to fewer digits
             uses = self.memory.layer(name).uses
+            dtypes += [self.memory.layer(name).stored] if is_rebuilt else []  # a run that died
             dtypes += [uses.dtype_of(int(place)) for place in np.unique(uses.dtype, True)[1]]
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return Check("outputs by attention", "outputs", off / (scale or 1.0), ROUNDINGS * eps)

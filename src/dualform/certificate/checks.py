@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING, TINY, measured
+from dualform.certificate.marks import mark_of
 from dualform.certificate.replay import (
     UNSAID,
     Factors,
@@ -143,19 +144,22 @@ class Verifying:
             return said(BITS, "".join(some[-1:]) if moved else "no optimizer moved it")
         room = walker.room
         if not walker.is_linear:
+            kept = self.memory.kept.steps(name)
             try:
-                measures = [self._measure(record, found.way) for found in missed]
+                measures = [self._measure(record, m.way) for m in missed if m.way.stop in kept]
             except QueryError as error:
                 return said(KEPT, str(error))
-            checks.append(max((check for check, _ in measures), key=lambda check: check.severity))
-            if not checks[-1].passed:
+            checks += sorted((check for check, _ in measures), key=lambda c: c.severity)[-1:]
+            if not all(check.passed for check in checks):
                 return said(NOT, "a replay goes elsewhere by more than rounding", checks[-1].step)
-            room = math.sqrt(sum(r * r for _, r in measures) * len(ways) / len(measures))
+            room = sum(r * r for _, r in measures) * len(ways) / max(1, len(measures))
+            room = math.sqrt(room) if measures else math.inf
         why = inexact(record, missed[0].way) or UNKNOWN
         if room <= CERTIFYING * walker.learned:
             return said(ROUNDED, why)
         share = room / (walker.learned + TINY)
-        return said(LITTLE, f"{why}; rounding may be {share:.0%} of what was learned")
+        much = f"{share:.0%}" if share < 10 else "more than ten times"
+        return said(LITTLE, f"{why}; rounding may be {much} of what was learned")
 
     def _chosen(self, ways: list[Stretch]) -> list[Stretch]:
         """Choose the stretches that are replayed: the last, and some spread over the run."""
@@ -180,6 +184,8 @@ class Verifying:
                         return Missed(way, done.step, f"{ELSEWHERE} at step {done.step}", is_open)
         except QueryError as error:
             return Missed(way, way.start, str(error))
+        if way.stop not in kept.steps(name):  # all that is known of it are the marks
+            return None
         end = {} if way.is_replaced else kept.state(name, way.stop)
         pairs = [(weights, kept.weights(name, way.stop)), *((state.get(k), end[k]) for k in end)]
         if all(_same(*pair) for pair in pairs):
@@ -202,10 +208,15 @@ class Verifying:
         return Check(name, "states", off / scale, room / scale, way.stop), typical
 
     def compare(self, name: str, model: nn.Module) -> Check:
-        """Compare the model's weights with the last kept ones: equal to the bit, or not."""
+        """Compare the model's weights with the last kept ones, or (of a run that died) with the
+        mark of the last update: equal to the bit, or not."""
         last, own = self.memory.kept.steps(name)[-1], dict(model.named_parameters()).get(name)
         kept, off = self.memory.kept.weights(name, last), math.inf
         now = None if own is None else own.detach().cpu()
+        index = self.memory.parameters[name].index
+        if last < (steps := self.memory.steps) and now is not None:
+            is_marked = mark_of([now]) == int(self.memory.marks(steps).weights[index])
+            return Check(name, "weights", 0.0 if is_marked else 1.0, 0.0, steps)
         if _same(now, kept):
             off = 0.0
         elif now is not None and now.shape == kept.shape:

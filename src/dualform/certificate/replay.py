@@ -63,9 +63,11 @@ class Replayed(NamedTuple):
 
 
 def stretches(memory: Memory, parameter: str, known: Classes) -> list[Stretch]:
-    """List the ways between a parameter's kept states, in order."""
+    """List the ways between a parameter's kept states, in order; the last may lead to the end of
+    a run that died, of which marks alone are known."""
     kept, record = memory.kept.steps(parameter), Record(memory, parameter)
-    return [record.stretch(s, kept, known) for s in kept if s and s not in record.back]
+    ends = [s for s in {*kept, memory.steps} if s and s not in record.back]
+    return [record.stretch(stop, kept, known) for stop in sorted(ends)]
 
 
 class Record:
