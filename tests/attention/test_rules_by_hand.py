@@ -153,8 +153,9 @@ def wrote(seen: Seen, rule: Rule, layer: str, row: int, at: int) -> tuple[Tensor
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("at", [STEPS, 17])
-@pytest.mark.parametrize("warm", [0, 5], ids=["fresh", "warm"])
+@pytest.mark.parametrize(
+    ("warm", "at"), [(0, 17), (5, STEPS)], ids=["fresh, an earlier step", "warm"]
+)
 @pytest.mark.parametrize("name", RULES)
 def test_every_share_is_what_the_rule_carries_along_by_hand(
     tmp_path: Path, name: str, warm: int, at: int

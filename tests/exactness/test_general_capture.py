@@ -46,7 +46,10 @@ def hooks() -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if "in a checkpoint" in n else []) for n in CASES],
+)
 def test_every_matrix_has_patterns_and_is_rebuilt(
     name: str, dtype: torch.dtype, new_run: Any, certify: Any
 ) -> None:

@@ -117,8 +117,15 @@ def seeded(dtype: torch.dtype, **options: Any) -> nn.Module:
 
 
 @nested
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointed"),
+    [
+        pytest.param(torch.float64, False, id="float64"),
+        pytest.param(torch.float32, True, id="float32, checkpointed"),
+        pytest.param(torch.float64, True, id="float64, checkpointed", marks=pytest.mark.long),
+        pytest.param(torch.float32, False, id="float32", marks=pytest.mark.long),
+    ],
+)
 def test_a_language_model_is_rebuilt_from_its_memory(
     dtype: torch.dtype, checkpointed: bool, new_run: Any, certify: Any, tmp_path: Path
 ) -> None:

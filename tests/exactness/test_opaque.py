@@ -87,11 +87,11 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a compiled forward": (lambda: Body(compiled_forward(), called), r"is compiled"),
     "a reentrant checkpoint": (
         lambda: Body(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), reentrant),
-        r"is used inside a backward pass, .*with use_reentrant=False it has patterns",
+        r"is used inside a backward pass; .*use_reentrant=False has patterns",
     ),
     "attention in a reentrant checkpoint": (
         lambda: Body(nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), reentrant),
-        r"is used inside a backward pass, .*with use_reentrant=False it has patterns",
+        r"is used inside a backward pass; .*use_reentrant=False has patterns",
     ),
 }
 """What hides the patterns of 'body', and what is said of it."""
