@@ -13,6 +13,7 @@ share is known. All of that ends here.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -26,7 +27,7 @@ from dualform.attention.entrywise import Way
 from dualform.attention.masks import Mask, columns_of, row_weights
 from dualform.attention.reach import ENTRYWISE, LINEAR, Reach, reach
 from dualform.attention.tables import kept
-from dualform.certificate.replay import Record, Replay, at, threads_of
+from dualform.certificate.replay import Factors, Record, Replay, at, threads_of
 from dualform.errors import QueryError
 from dualform.layers import kinds
 from dualform.learning_rules import Classes, Coefficients, coefficients
@@ -42,6 +43,7 @@ class View:
         self.averaging: Averaging | None = None
         self.average: NDArray[np.float64] | None = None
         self._records: dict[str, Record] = {}
+        self._factors: Factors | None = None
         self._actual: dict[str, Tensor] = {}
         self._parts: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
         self._weights: dict[str, Tensor] | None = None
@@ -71,11 +73,23 @@ class View:
         """A parameter as training had it in this state: its own dtype (an average: float64)."""
         if parameter not in self._actual:
             if self.average is None:
-                found = at(self.memory, parameter, self.at, self.known)
+                self._hear()
+                found = at(self.memory, parameter, self.at, self.known, self._factors)
             else:
                 found = self._mean(parameter, self.average)
             self._actual[parameter] = found
         return self._actual[parameter]
+
+    def _hear(self) -> None:
+        """Where gradients were clipped, have every parameter say what its marks know of κ."""
+        if self._factors is not None:
+            return
+        self._factors = {}
+        for name in self.memory.parameters:
+            log = self.record(name).log
+            if (log.explained[: self.at] & (log.kappa[: self.at] != 1.0)).any():
+                with suppress(QueryError):  # it has nothing to say
+                    at(self.memory, name, self.at, self.known, self._factors)
 
     def _mean(self, parameter: str, share: NDArray[np.float64]) -> Tensor:
         """Σ share[s] W_s over the states after s updates."""

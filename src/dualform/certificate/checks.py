@@ -29,8 +29,7 @@ from dualform.certificate.replay import (
     Record,
     Replay,
     Stretch,
-    here,
-    phase_of,
+    inexact,
     stretches,
     threads_of,
 )
@@ -222,21 +221,6 @@ class Verifying:
         elif now is not None and now.shape == kept.shape:
             off = float((now.double() - kept).abs().max()) / float(kept.abs().max() or 1) or 1.0
         return Check(name, "weights", off, 0.0, last)
-
-
-def inexact(record: Record, way: Stretch) -> str:
-    """Say why a stretch need not be reached to the bit here; empty if it must be."""
-    layers = [record.memory.layer(name) for name in record.known.layers]
-    if any(event.what == "shaken" and event.step <= way.stop for event in record.events):
-        return "between updates something was added to the weights and taken away again"
-    if any(layer.stored_eps for layer in layers):
-        return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
-    moved = [step for step in way.steps if record.log.moved[step]]
-    if any(layer.keep == "examples" for layer in layers) and not record.is_kept[moved].all():
-        return "sums of examples are not torch's sums"
-    then = phase_of(record.memory, way.steps[-1])._asdict()
-    differs = [n for n, now in here().items() if n != "threads" and then[n] not in ("", now)]
-    return ", ".join(f"recorded with {n} {then[n]}, not {here()[n]}" for n in differs)
 
 
 def _same(one: Any, other: Any, room: float = 0.0) -> bool:

@@ -16,6 +16,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +36,8 @@ REACH, MOST = 8, 4096
 UNSAID = "is not explained, and nothing on record says why"
 
 Begin = tuple[Tensor, Mapping[str, Any]]
-Factors = dict[tuple[int, float], list[float]]
-"""Of a step and κ as measured: what κ may have been, the likeliest first."""
+Factors = dict[tuple[int, float], tuple[list[float], set[float]]]
+"""Of a step and κ as measured: what marks have said κ was, last of all, and what it was not."""
 
 
 @dataclass(frozen=True)
@@ -164,29 +165,38 @@ class Replay:
     def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
         setting, fresh = self.memory.settings[self.log.setting[step]], bool(self.log.fresh[step])
-        factors, before = [kappa], (one.weights, one.state)
-        if self._is_marked and kappa != 1.0:
-            before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
-            if (step, kappa) not in self._factors:
-                self._factors[step, kappa] = self._near(step, total, kappa)
-            factors = self._factors[step, kappa]
-        for refuted, factor in enumerate(factors):
-            if refuted:
-                one.put(*before)
+
+        def taken(factor: float) -> Tensor:
             held = times(total, factor)
             try:
                 one.step(setting, held.clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
-            if not self._is_marked or self._is_as_marked(one, step):
-                del factors[:refuted]
+            return held
+
+        if not self._is_marked or kappa == 1.0:
+            held = taken(kappa)
+            self._is_marked = self._is_marked and self._is_as_marked(one, step)
+            return held
+        before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
+        heard, refuted = self._factors.setdefault((step, kappa), ([], set()))
+        tried: set[float] = set()
+        for factor in chain(list(heard), self._near(step, total, kappa)):
+            if factor in refuted or factor in tried:
+                continue
+            if tried:
+                one.put(*before)
+            held = taken(factor)
+            if self._is_as_marked(one, step):
+                heard[:] = [factor]
+                refuted |= tried
                 return held
+            tried.add(factor)
         self._is_marked = False  # it is not κ that is wrong
-        if len(factors) > 1:
+        if tried:
             one.put(*before)
-            return self._take(one, step, total, kappa)
-        return held
+        return taken(kappa)
 
     def _near(self, step: int, total: Tensor, kappa: float) -> list[float]:
         """List what κ may have been: as measured, and by what makes the gradient what was seen."""
@@ -207,10 +217,17 @@ class Replay:
         return not of_state or of_state == mark_of(remembered(one.state))
 
 
-def at(memory: Memory, parameter: str, step: int, known: Classes | None = None) -> Tensor:
+def at(
+    memory: Memory,
+    parameter: str,
+    step: int,
+    known: Classes | None = None,
+    factors: Factors | None = None,
+) -> Tensor:
     """Give a parameter's very weights after so many updates; raise `QueryError` if they cannot be.
 
-    On the machine and with the threads of training to the bit, elsewhere up to rounding.
+    On the machine and with the threads of training to the bit, elsewhere up to rounding. `factors`
+    shares between parameters what marks say of κ.
     """
     known, kept = classes() if known is None else known, memory.kept.steps(parameter)
     if not 0 <= step <= memory.steps:
@@ -226,10 +243,33 @@ def at(memory: Memory, parameter: str, step: int, known: Classes | None = None) 
             f"They were kept at steps {around}: ask for one of these"
         )
     weights = memory.kept.weights(parameter, found.start)
+    replay = Replay(memory, parameter, weights.dtype, known, factors=factors)
+    is_exact = weights.dtype == torch.float32 and not inexact(record, found)
     with threads_of(memory, max(0, step - 1)):
-        for done in Replay(memory, parameter, weights.dtype, known).run(found.start, found.steps):
+        for done in replay.run(found.start, found.steps):
             weights = done.weights
+            if is_exact and not done.is_as_marked:
+                raise QueryError(
+                    f"the weights of {parameter!r} after {step} updates cannot be rebuilt: torch's "
+                    f"own optimizer, given its patterns, goes elsewhere at step {done.step}. "
+                    f"verify() says more; they were kept at step {found.start}"
+                )
     return weights.clone()
+
+
+def inexact(record: Record, way: Stretch) -> str:
+    """Say why a stretch need not be reached to the bit here; empty if it must be."""
+    layers = [record.memory.layer(name) for name in record.known.layers]
+    if any(event.what == "shaken" and event.step <= way.stop for event in record.events):
+        return "between updates something was added to the weights and taken away again"
+    if any(layer.stored_eps for layer in layers):
+        return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
+    moved = [step for step in way.steps if record.log.moved[step]]
+    if any(layer.keep == "examples" for layer in layers) and not record.is_kept[moved].all():
+        return "sums of examples are not torch's sums"
+    then = phase_of(record.memory, way.steps[-1] if way.steps else 0)._asdict()
+    differs = [n for n, now in here().items() if n != "threads" and then[n] not in ("", now)]
+    return ", ".join(f"recorded with {n} {then[n]}, not {here()[n]}" for n in differs)
 
 
 def phase_of(memory: Memory, step: int) -> Phase:
