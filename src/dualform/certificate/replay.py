@@ -203,7 +203,8 @@ class Replay:
         rows, signs = total.double().reshape(len(self._signs), -1), self._signs
         along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
         whole = float(signs @ along) or TINY
-        reach = int(min(MOST, REACH + REACH * float(np.linalg.norm(along)) / abs(whole)))
+        # x·v may be small by chance where the gradient is not: its size says how far sums are off
+        reach = int(min(MOST, REACH + REACH * float(torch.linalg.vector_norm(rows)) / abs(whole)))
         places = np.array(sorted(range(-reach, reach + 1), key=abs), np.int32)
         with np.errstate(all="ignore"):
             centre = np.float32(self.log.seen[step] / whole).view(np.int32)
