@@ -170,7 +170,7 @@ def test_other_options_than_before_are_refused_by_name(
         ("haed", "'haed'"),
         ({"haed": "patterns"}, r"'haed'.* matches no layer.*head"),
         ({"head": "pattern"}, r"'head': 'pattern'"),
-        ({3: "keys"}, "a layer's name or a pattern of names"),
+        ({3: "keys"}, "pattern of names"),
         (3, "keep=3 was given"),
         ({"block.norm1": "keys"}, r"'block.norm1' is of kind"),
         ("smallest", "comes later"),
