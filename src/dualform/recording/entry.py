@@ -80,8 +80,8 @@ def record(
         raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
     for name, given in {"audit": audit, "resume": resume, "dtype": dtype}.items():
         if given not in CHOICES[name]:
-            listed = ", ".join(map(repr, CHOICES[name]))
-            raise RecordingError(f"{name}={given!r} was given; expected one of {listed}")
+            words = ", ".join(map(repr, CHOICES[name]))
+            raise RecordingError(f"{name}={given!r} was given; expected one of {words}")
     if overwrite and resume:
         raise RecordingError(
             "overwrite=True and resume=True were both given: one deletes the memory, the other "

@@ -29,6 +29,7 @@ class States:
         for optimizer in optimizers:
             for w in watch.held(optimizer):
                 self.owner[w.index] = self.owner[w.index] or optimizer
+        self._owners = self._listed()
         self._weights = Marks([[w.tensor] for w in watch])
         self._states = Marks([[] for _ in watch])
         self._known: list[Any] = []
@@ -37,8 +38,7 @@ class States:
         self._history: dict[bytes, int] = {}
         self.shaken: Flags = np.zeros(len(watch), bool)
 
-    @property
-    def _owners(self) -> list[Optimizer]:
+    def _listed(self) -> list[Optimizer]:
         return list({id(o): o for o in self.owner if o is not None}.values())
 
     def take_over(self, optimizer: Optimizer, watched: list[Watched]) -> list[Optimizer]:
@@ -46,6 +46,7 @@ class States:
         earlier = self._owners
         for w in watched:
             self.owner[w.index] = optimizer
+        self._owners = self._listed()
         return [o for o in earlier if all(o is not left for left in self._owners)]
 
     def state(self, w: Watched) -> dict[str, Any]:
@@ -55,12 +56,17 @@ class States:
 
     def now(self) -> Numbers:
         """The marks of weights and of what optimizers remember, as they are: [2, P]."""
+        return self._numbered(self._weights.sampled())
+
+    def _numbered(self, weights: Words) -> Numbers:
         self._follow()
-        return np.stack([m.numbers(m.sampled()) for m in (self._weights, self._states)])
+        states = self._states.numbers(self._states.sampled())
+        return np.stack([self._weights.numbers(weights), states])
 
     def take(self) -> None:
         """Take the marks of this moment: an update was made."""
-        self._last, self._numbers = self._weights.sampled(), self.now()
+        self._last = self._weights.sampled()
+        self._numbers = self._numbered(self._last)
 
     def remember(self, step: int) -> Numbers:
         """Give the marks as last taken: they are those after so many updates."""
@@ -94,7 +100,8 @@ class States:
         now, before = self._weights.sampled(), self._known
         self.shaken = found = np.zeros(len(self._watch), bool)
         self._follow()
-        if now.shape != self._last.shape:
+        if now.shape != self._last.shape:  # another dtype
+            self._weights = Marks([[w.tensor] for w in self._watch])
             return ~found
         if now.tobytes() != self._last.tobytes():
             off, size = self._weights.apart(self._last, now)

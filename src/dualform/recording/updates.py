@@ -168,9 +168,10 @@ class Updates:
         moving, places = self._read(optimizer)
         indices = [w.index for w in moving]
         if running.calls == 1:
-            held = self.watch.held(optimizer)
-            moves_again = any(self._now.line.moved[w.index] for w in held)
-            is_over = self.is_under_way and (optimizer in self._now.moved or moves_again)
+            moved, held = self._now.line.moved, self.watch.held(optimizer)
+            is_over = self.is_under_way and (
+                optimizer in self._now.moved or any(moved[w.index] for w in held)
+            )
             self.find_edits(is_over)
             if is_over:
                 self.close_step()
@@ -216,10 +217,11 @@ class Updates:
         states = self.keeper.states
         changed = states.changed()
         changed = changed if broken is None else changed | broken
-        after = (self._now.line.moved | is_over) & self.is_under_way
-        for edited, step in ((changed & ~after, self.step), (changed & after, self.step + 1)):
-            if edited.any():
-                self._write_down_edit(edited, step)
+        if changed.any():
+            after = (self._now.line.moved | is_over) & self.is_under_way
+            for edited, step in ((changed & ~after, self.step), (changed & after, self.step + 1)):
+                if edited.any():
+                    self._write_down_edit(edited, step)
         if states.shaken.any():
             told = [e["parameters"] for e in self.findings.events if e["what"] == "shaken"]
             names = [self.watch.parameters[i].name for i in np.flatnonzero(states.shaken)]
