@@ -94,7 +94,7 @@ def explain(watch: Watch, moving: Flags) -> Explained:
 def _measure(
     watch: Watch, sums: tuple[Reals, Reals, Reals], room: Reals, sure: Flags, kappa: Reals
 ) -> None:
-    """Measure κ where the sums are more than rounding: one for all if that fits, else each.
+    """Measure κ where the sums are more than rounding: one for all if that fits, else by groups.
 
     What a factor leaves of the gradient is ‖g − E‖² − (κ − 1)² ‖E‖² if it is the best there is.
     """
@@ -111,9 +111,21 @@ def _measure(
         wrong = (max(left, 0.0) / max(1, count - 1)) ** 0.5
         kappa[:] = settled(common, wrong if count >= FEW else room.min() / ERRORS, u.max())
         return
-    each = np.maximum(rest / squares - (own - 1.0) ** 2, 0.0)
-    errors = np.where(rows >= FEW, np.sqrt(each / np.maximum(1, rows - 1)), room / ERRORS)
-    kappa[sure] = [settled(*one) for one in zip(own, errors, u, strict=True)]
+    kappa[sure] = own
+    each = watch.fold((watch.seen - kappa[watch.owner] * watch.E) ** 2)[sure] / squares
+    errors = np.where(
+        rows >= FEW, (each / np.maximum(1, rows - 1)) ** 0.5, room * abs(own) / ERRORS
+    )
+    errors, found = np.maximum(errors, u * np.abs(own) / ERRORS), own.copy()
+    left = np.ones(len(own), bool)
+    for best in np.argsort(errors):  # those clipped together have one factor: the best known says
+        if left[best]:
+            near = left & (np.abs(own - own[best]) <= ERRORS * (errors + errors[best]))
+            weight = (errors[best] / errors[near]) ** 2
+            mean = float((own[near] * weight).sum() / weight.sum())
+            found[near] = settled(mean, float(errors[best]), float(u[best]))
+            left &= ~near
+    kappa[sure] = found
 
 
 def settled(kappa: float, wrong: float, u: float) -> float:
