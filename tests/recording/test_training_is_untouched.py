@@ -134,28 +134,6 @@ def test_every_bit_is_the_same_with_and_without_the_recorder(
     assert plain_generators[2] == generators[2]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_the_fast_path_of_the_transformer_encoder_stays_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast, calls = torch._transformer_encoder_layer_fwd, []
-
-    def counted(*args: Any) -> Tensor:
-        calls.append(1)
-        return fast(*args)
-
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
-    model = Encoder()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, tmp_path / "run"):
-        model(torch.randn(4, 5, 8)).sum().backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            model(torch.randn(4, 5, 8))
-    assert len(calls) == 2
-
-
 # Nothing is left ----------------------------------------------------------------------------------
 
 
@@ -302,11 +280,11 @@ def test_a_recorder_is_used_once_and_tags_only_inside(tmp_path: Path) -> None:
         ({"model": torch.nn.functional.linear}, "expected a torch.nn.Module to record, got"),
         ({"optimizers": []}, "expected a torch optimizer or a list of them, got none"),
         ({"optimizers": [1, 2]}, r"got \['int', 'int'\]"),
-        ({"audit": "never"}, 'audit=\'never\' was given; expected "raise" or "warn"'),
+        ({"audit": "never"}, "audit='never' was given; expected one of 'raise', 'warn'"),
         ({"path": None}, "expected a path for the memory, got NoneType"),
         ({"path": "s3://bucket/run"}, "looks like a URL; expected a directory"),
-        ({"dtype": "int8"}, "dtype='int8' was given; expected one of float32, float16, bfloat16"),
-        ({"resume": "yes"}, "resume='yes' was given; expected True, False"),
+        ({"dtype": "int8"}, "dtype='int8' was given; expected one of 'float32', 'float16'"),
+        ({"resume": "yes"}, "resume='yes' was given; expected one of True, False"),
         ({"resume": True, "overwrite": True}, "overwrite=True and resume=True were both given"),
     ],
 )

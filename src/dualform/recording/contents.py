@@ -54,12 +54,11 @@ class Contents:
     def __init__(
         self,
         watch: Watch,
-        sites: dict[Layer, Site],
         kinds: dict[str, str],
         stored: torch.dtype | None,
         recurring: Recurring,
     ) -> None:
-        self._watch, self._sites, self._kinds = watch, sites, kinds
+        self._watch, self._sites, self._kinds = watch, watch.sites, kinds
         self._stored, self._recurring = stored, recurring
 
     def content(
@@ -83,7 +82,7 @@ class Contents:
             if self._stored is not None and site.keep == "patterns":
                 lost[layer.name] = self._lost(site, parts, found)
         begins, tags = lay_out(
-            [(u[5], u[6]) for found in used.values() for u in found], self._kinds
+            [(u.tag, u.shape) for found in used.values() for u in found], self._kinds
         )
         start = iter(begins)
         return SegmentContent(
@@ -92,8 +91,8 @@ class Contents:
             rows=rows,
             uses={
                 layer.name: use_table(
-                    [[*u[:5], positions(u[5], u[6]), next(start), u[7]] for u in found],
-                    [u[6] for u in found],
+                    [[*u[:5], positions(u.tag, u.shape), next(start), u.layout] for u in found],
+                    [u.shape for u in found],
                 )
                 for layer, found in used.items()
             },
@@ -125,7 +124,7 @@ class Contents:
         found: dict[str, list[tuple[float, float]]] = {w.name: [] for _, w in site.parameters}
         first = 0
         for use in uses:
-            here = slice(first, first := first + use[4])
+            here = slice(first, first := first + use.rows)
             exact = keys.full[here], signals.full[here]
             rounded = keys.read(here), signals.read(here)
             for _, w in site.parameters:

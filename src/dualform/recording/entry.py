@@ -19,6 +19,8 @@ from dualform.recording.sink import SEGMENT_BYTES
 STORED = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """What patterns can be stored in; float32 is as training has them."""
 
+CHOICES = {"audit": ("raise", "warn"), "resume": (True, False, "rewind"), "dtype": tuple(STORED)}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -76,19 +78,14 @@ def record(
         raise RecordingError(f"expected a path for the memory, got {type(path).__name__}")
     if not isinstance(model, nn.Module):
         raise RecordingError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
-    if audit not in ("raise", "warn"):
-        raise RecordingError(f'audit={audit!r} was given; expected "raise" or "warn"')
-    if resume not in (True, False, "rewind"):
-        raise RecordingError(f'resume={resume!r} was given; expected True, False or "rewind"')
+    for name, given in {"audit": audit, "resume": resume, "dtype": dtype}.items():
+        if given not in CHOICES[name]:
+            words = ", ".join(map(repr, CHOICES[name]))
+            raise RecordingError(f"{name}={given!r} was given; expected one of {words}")
     if overwrite and resume:
         raise RecordingError(
             "overwrite=True and resume=True were both given: one deletes the memory, the other "
             "goes on with it. Choose one"
-        )
-    if dtype not in STORED:
-        raise RecordingError(
-            f"dtype={dtype!r} was given; expected one of {', '.join(STORED)}: what keys and error "
-            "signals are stored in (training is not touched by it)"
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise RecordingError(f"every={every!r} was given; expected a whole number, at least 1")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.certificate.bounds import sum_bound
 from dualform.memory.content import COMPUTED_IN
 from dualform.recording.watched import Flags, Reals, Watch, Watched
 
@@ -47,13 +48,30 @@ class Explained:
     off: Reals
     """How large what patterns leave of the gradient is, along v."""
 
+    def why(self, watch: Watch, w: Watched, step: int) -> str:
+        """Say what was seen of a gradient that patterns do not explain."""
+        share = float(self.off[w.index]) / max(float(np.linalg.norm(watch.seen[w.place])), 1e-300)
+        if not np.isfinite(share):
+            return (
+                f"the gradient of {w.name!r}, or its square, is not finite at step {step}: the "
+                "training diverged"
+            )
+        if watch.unknown[w.index]:
+            return (
+                f"the gradient of {w.name!r} held something already when recording began, or was "
+                f"only partly reset before step {step}: call optimizer.zero_grad() before the "
+                "first backward pass"
+            )
+        return (
+            f"{share:.2g} of the gradient of {w.name!r} is not explained by its patterns at step "
+            f"{step}. Common causes: gradients clipped by value or edited, a penalty on weights in "
+            "the loss, a weight used outside its layer"
+        )
 
-def explain(watch: Watch, moving: Flags, room: Reals) -> Explained:
-    """Compare the gradients that an optimizer is about to use with what their patterns sum to.
 
-    `room` is how far each sum may be off by rounding.
-    """
-    E, g, fold = watch.E, watch.seen, watch.fold
+def explain(watch: Watch, moving: Flags) -> Explained:
+    """Compare the gradients that an optimizer is about to use with what their patterns sum to."""
+    E, g, fold, room = watch.E, watch.seen, watch.fold, sum_bound(watch.gross)
     squares, products, difference = fold(E * E), fold(E * g), g - E
     rest = fold(difference * difference)
     size = np.sqrt(squares)
@@ -64,15 +82,19 @@ def explain(watch: Watch, moving: Flags, room: Reals) -> Explained:
         _measure(watch, (squares, products, rest), room / np.maximum(size, 1e-150), sure, kappa)
         if (kappa != 1.0).any():
             rest = fold((g - kappa[watch.owner] * E) ** 2)
-    off = np.sqrt(rest)
-    is_explained = here & (off <= room * np.abs(kappa) + LEAST)
-    return Explained(kappa, is_explained, off)
+    found = Explained(kappa, here & (np.sqrt(rest) <= room * np.abs(kappa) + LEAST), np.sqrt(rest))
+    if (kappa != 1.0).any():
+        for i in np.flatnonzero(found.is_explained & (watch.rows == 1) & ~watch.carried):
+            if kappa[i] != 1.0 and watch.parameters[i].v is not None:
+                found.is_explained[i] = _is_multiple(watch.parameters[i], kappa[i], room[i])
+        _sharpen(watch, kappa, found.is_explained)
+    return found
 
 
 def _measure(
     watch: Watch, sums: tuple[Reals, Reals, Reals], room: Reals, sure: Flags, kappa: Reals
 ) -> None:
-    """Measure κ where the sums are more than rounding: one for all if that fits, else each.
+    """Measure κ where the sums are more than rounding: one for all if that fits, else by groups.
 
     What a factor leaves of the gradient is ‖g − E‖² − (κ − 1)² ‖E‖² if it is the best there is.
     """
@@ -89,9 +111,21 @@ def _measure(
         wrong = (max(left, 0.0) / max(1, count - 1)) ** 0.5
         kappa[:] = settled(common, wrong if count >= FEW else room.min() / ERRORS, u.max())
         return
-    each = np.maximum(rest / squares - (own - 1.0) ** 2, 0.0)
-    errors = np.where(rows >= FEW, np.sqrt(each / np.maximum(1, rows - 1)), room / ERRORS)
-    kappa[sure] = [settled(*one) for one in zip(own, errors, u, strict=True)]
+    kappa[sure] = own
+    each = watch.fold((watch.seen - kappa[watch.owner] * watch.E) ** 2)[sure] / squares
+    errors = np.where(
+        rows >= FEW, (each / np.maximum(1, rows - 1)) ** 0.5, room * abs(own) / ERRORS
+    )
+    errors, found = np.maximum(errors, u * np.abs(own) / ERRORS), own.copy()
+    left = np.ones(len(own), bool)
+    for best in np.argsort(errors):  # those clipped together have one factor: the best known says
+        if left[best]:
+            near = left & (np.abs(own - own[best]) <= ERRORS * (errors + errors[best]))
+            weight = (errors[best] / errors[near]) ** 2
+            mean = float((own[near] * weight).sum() / weight.sum())
+            found[near] = settled(mean, float(errors[best]), float(u[best]))
+            left &= ~near
+    kappa[sure] = found
 
 
 def settled(kappa: float, wrong: float, u: float) -> float:
@@ -101,45 +135,37 @@ def settled(kappa: float, wrong: float, u: float) -> float:
     return float(kappa) if u < SINGLE else float(np.float32(kappa))
 
 
-def single(watch: Watch, moving: Flags, kappa: Reals) -> Flags:
-    """Whose κ cannot be believed: weights that are one number along v, and no other has their κ."""
-    shared = watch.rows > 1
-    found: Flags = moving & ~shared & ~watch.carried & (kappa != 1.0)
-    found &= ~np.isin(kappa, kappa[moving & shared & (kappa != 1.0)])
-    found &= np.array([w.v is not None for w in watch])
-    return found
-
-
-def is_multiple(w: Watched, kappa: float, room: float) -> bool:
-    """Whether a whole gradient is κ times what the pending rows sum to: of weights of one row."""
+def _is_multiple(w: Watched, kappa: float, room: float) -> bool:
+    """Whether a gradient is κ times what patterns sum to: of one row, along v any edit is a κ."""
     gradient = w.tensor.grad
     assert gradient is not None
     off = gradient.double() - kappa * pending_gradient(w).double()
     return bool(off.norm() <= abs(kappa) * room * off.numel() ** 0.5)
 
 
-def sharpen(watch: Watch, moving: Flags, found: Explained) -> None:
+def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
     """Measure κ once more where products are of 16 bits: their rounding is far above that of sums.
 
     Of each κ the smallest parameter's gradient is summed as torch sums it; the largest entry says
     κ to the last place or the one before.
     """
-    known: dict[float, float] = {1.0: 1.0}
-    chosen = [watch.parameters[i] for i in np.flatnonzero(moving & found.is_explained)]
+    exact: dict[float, float] = {1.0: 1.0}
+    chosen = [watch.parameters[i] for i in np.flatnonzero(among & ~watch.carried)]
     for w in sorted(chosen, key=lambda w: w.tensor.numel()):
-        kappa = float(found.kappa[w.index])
-        if kappa not in known and not watch.carried[w.index] and is_narrow(w):
-            total, gradient = pending_gradient(w), w.tensor.grad
+        factor = float(kappa[w.index])
+        if factor not in exact and is_narrow(w):
+            total, gradient = pending_gradient(w).view(-1), w.tensor.grad
             assert gradient is not None
             place = int(total.abs().argmax())
-            exact = float(gradient.view(-1)[place].double() / total.view(-1)[place].double())
-            known[kappa] = settled(exact, 0.0, float(watch.u[w.index]))
-        found.kappa[w.index] = known.get(kappa, kappa)
+            ratio = float(gradient.view(-1)[place].double() / total[place].double())
+            exact[factor] = settled(ratio, 0.0, float(watch.u[w.index]))
+    for i in np.flatnonzero(among):
+        kappa[i] = exact.get(float(kappa[i]), kappa[i])
 
 
 def is_narrow(w: Watched) -> bool:
     """Whether products of a parameter's pending patterns were made in fewer bits than it has."""
-    codes = {use[3] for site in w.sites for use in site.pending if site.keep == "patterns"}
+    codes = {use.code for site in w.sites for use in site.pending if site.keep == "patterns"}
     return any(COMPUTED_IN[code].itemsize < w.tensor.dtype.itemsize for code in codes)
 
 
@@ -150,15 +176,15 @@ def pending_gradient(w: Watched) -> Tensor:
         first = site.settled
         role = next(role for role, own in site.parameters if own is w)
         for use in site.pending:
-            here, dtype = slice(first, first := first + use[4]), COMPUTED_IN[use[3]]
+            here, dtype = slice(first, first := first + use.rows), COMPUTED_IN[use.code]
             keys, signals = (site.parts[part].filled[here] for part in PARTS)
             rows = keys.to(dtype) if keys.is_floating_point() else keys, signals.to(dtype)
-            own = site.kind.gradient(site.layer, role, *rows, use[6], use[7])
+            own = site.kind.gradient(site.layer, role, *rows, use.shape, use.layout)
             if own.shape != w.tensor.shape:
                 full = own.new_zeros(w.tensor.shape)
                 full[site.layer.rows_of(w.name)] = own
                 own = full
-            passes[use[1]] = passes[use[1]] + own if use[1] in passes else own
+            passes[use.number] = passes[use.number] + own if use.number in passes else own
     total = torch.zeros_like(w.tensor)
     for number in sorted(passes):
         total += passes[number].to(total.dtype)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -53,20 +52,6 @@ class Interrupts:
             self._waiting[number] = frame
         else:
             self._handlers[number](number, frame)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Nothing comes in between the lines of a block, nor is kept waiting after an exception.
-
-        Inside of something that is held already, the outer one goes on holding.
-        """
-        outer = self._held
-        self.hold()
-        try:
-            yield
-        finally:
-            if not outer:
-                self.release()
 
     def hold(self) -> None:
         """From here on nothing may come in between."""

@@ -28,7 +28,7 @@ from dualform.errors import RecordingError
 from dualform.layers import Layer, torch_internals
 from dualform.memory.content import COMPUTED_IN
 from dualform.recording.tags import Context
-from dualform.recording.watched import Site, Watch, Watched, is_empty
+from dualform.recording.watched import Site, Use, Watch, Watched, is_empty
 from dualform.recording.worker import Worker
 
 PARCEL = 1 << 20
@@ -44,7 +44,6 @@ class Passes:
 
     def __init__(self, watch: Watch, worker: Worker) -> None:
         self.watch, self.worker = watch, worker
-        self.sites: dict[Layer, Site] = {}
         self.is_recording = True
         """Whether the patterns of this step are kept (every=k)."""
         self.is_summing = True
@@ -66,7 +65,7 @@ class Passes:
         layout: int,
     ) -> None:
         """Take the patterns that the running pass is about to add to a layer's gradients."""
-        site = self.sites.get(layer)
+        site = self.watch.sites.get(layer)
         if site is None:
             return
         if not self.is_recording:  # a later step may use this gradient: its patterns are unknown
@@ -118,14 +117,11 @@ class Passes:
         self.worker.do(self._keep, parcel, self.is_summing)
 
     def _end(self) -> None:
-        """Wait for the copies."""
-        if self._parcel:
-            self._hand_over()
         self._running = None
-        self.worker.wait()
+        self.finish()
 
     def finish(self) -> None:
-        """Before an update: hand over what a pass that was broken off has left, and wait."""
+        """Wait for the copies: where a pass ends, and before an update, if it was broken off."""
         if self._parcel:
             self._hand_over()
         self.worker.wait()
@@ -140,8 +136,7 @@ class Passes:
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)
             code = CODE[signal.dtype]
-            use = (-1, number, context.call, code, rows, tag, shape, layout)
-            site.pending.append(use)
+            site.pending.append(Use(-1, number, context.call, code, rows, tag, shape, layout))
             site.was_used = True
             now = torch_internals.version_of(key), torch_internals.version_of(signal)
             if now != (of_key, of_signal):

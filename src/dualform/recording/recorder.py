@@ -14,12 +14,13 @@ import logging
 import os
 import weakref
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,35 +31,30 @@ from dualform.errors import RecordingError
 from dualform.layers import (
     Capture,
     Keep,
-    Layer,
     find_layers,
     possible_names,
     reasons_for_values,
 )
-from dualform.layers import kinds as layer_kinds
 from dualform.memory.writing import MemoryWriter, environment
 from dualform.recording.contents import Contents
 from dualform.recording.findings import Findings
 from dualform.recording.interrupts import Interrupts
-from dualform.recording.kept import Keeper, States
+from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.recurring import Recurring
-from dualform.recording.regions import Region
 from dualform.recording.resuming import Resumption, phase, reopened
 from dualform.recording.sink import Sink
+from dualform.recording.states import States
 from dualform.recording.tags import Context, Tag, Tags
 from dualform.recording.updates import ANCHOR, Updates
-from dualform.recording.watched import Site, Watch, is_empty
+from dualform.recording.watched import Watch, is_empty
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
     from dualform.recording.entry import Options
 
 logger = logging.getLogger("dualform")
-
-ROWS = 1 << 20
-"""About how many bytes a part's first region takes."""
 
 
 class Recorder:
@@ -152,14 +148,17 @@ class Recorder:
             >>> recorder.flush()   # doctest: +SKIP
         """
         self._must_be_recording("flush")
-        with self._interrupts.held():
-            parts = self._parts
+        parts = self._parts
+        self._interrupts.hold()
+        try:
             if parts.updates.is_under_way:  # one of several optimizers has moved: that is a step
                 parts.updates.close_step()
             if not parts.keeper.states.changed().any():  # others may stand in for an evaluation
                 self._keep_state()
             self._commit()
-        self._parts.sink.wait()
+        finally:
+            self._interrupts.release()
+        parts.sink.wait()
         self._findings.raise_trouble()
 
     @property
@@ -182,24 +181,21 @@ class Recorder:
         with ExitStack() as undo:
             resumed = reopened(self._path, undo) if options.resume else None
             states = States(watch, self._optimizers)
-            sites: dict[Layer, Site] = {}
             for layer in found:
-                add_site(sites, watch, layer, keep)
+                watch.add(layer, keep.word(layer))
             keep.check(found, possible_names(model))
             if resumed is None:
                 writer = MemoryWriter(self._path, overwrite=options.overwrite)
                 undo.callback(writer.release)
                 step = 0
             else:
-                resumed.compare(model, sites, options)
+                resumed.compare(model, watch, options)
                 writer, step = resumed.writer, resumed.find(watch, states, options)
             worker = Worker("dualform-worker")
             undo.callback(worker.close)
             passes = Passes(watch, worker)
-            passes.sites = sites
             for name, why in reasons_for_values(model, found).items():
                 watch.by_name[name].why = why
-            watch.resolve()
             keeper = Keeper(watch, states, model, worker, self._findings)
             updates = Updates(
                 watch, passes, keeper, self._findings, self._optimizers, options.every
@@ -210,18 +206,18 @@ class Recorder:
                 self._tag = self._tags.forgotten()
             capture = Capture(
                 model,
-                {layer: module for layer, module in found.items() if layer in sites},
+                {layer: module for layer, module in found.items() if layer in watch.sites},
                 on_use=passes.take,
-                on_new_layer=lambda layer: self._add(layer, keep),
+                on_new_layer=lambda layer: watch.add(layer, keep.word(layer)),
                 on_values=self._make_values,
                 context=self._context,
-                by_examples=lambda layer: sites[layer].keep == "examples",
+                by_examples=lambda layer: watch.sites[layer].keep == "examples",
             )
-            declined = {layer.weight for layer in found if layer not in sites}
-            capture.are_values |= declined - {layer.weight for layer in sites}
+            declined = {layer.weight for layer in found if layer not in watch.sites}
+            capture.are_values |= declined - {layer.weight for layer in watch.sites}
             recurring = Recurring(None if resumed is None else resumed.stored_keys)
-            contents = Contents(watch, sites, self._tags.kinds, options.stored, recurring)
-            sink = Sink(writer, sites, contents, options.segment_bytes, step)
+            contents = Contents(watch, self._tags.kinds, options.stored, recurring)
+            sink = Sink(writer, watch.sites, contents, options.segment_bytes, step)
             self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
             updates.on_step = self._on_step
             for w in watch:
@@ -236,15 +232,6 @@ class Recorder:
                 register_optimizer_step_post_hook(self._after),
             ]
             undo.pop_all()
-
-    def _add(self, layer: Layer, keep: Keep) -> bool:
-        """Take up a weight that is used past its module, seen for the first time."""
-        parts = self._parts
-        if not add_site(parts.passes.sites, parts.watch, layer, keep):
-            return False
-        for name in layer.parameters:
-            parts.watch.resolve_one(parts.watch.by_name[name])
-        return True
 
     def _make_values(self, parameter: str, reason: str) -> None:
         """Keep a parameter as values: it is used in a way that has no patterns."""
@@ -262,19 +249,10 @@ class Recorder:
             "stored": str(stored or torch.float32).removeprefix("torch."),
             "environment": environment(),
             "parameters": [
-                {
-                    "name": w.name,
-                    "shape": list(w.tensor.shape),
-                    "dtype": str(w.tensor.dtype).removeprefix("torch."),
-                    **parts.watch.coverage(w),
-                }
-                for w in parts.watch
+                described(w.name, w.tensor) | parts.watch.coverage(w) for w in parts.watch
             ],
-            "buffers": parts.keeper.describe_buffers(),
-            "phases": [
-                *([] if resumed is None else resumed.phases),
-                phase(step, None if resumed is None else resumed.ended),
-            ],
+            "buffers": [described(*named) for named in self._model.named_buffers()],
+            "phases": [phase(step, None)] if resumed is None else resumed.phases,
         }
 
     # -- torch's hooks --------------------------------------------------------------------------
@@ -327,42 +305,29 @@ class Recorder:
     def _commit(self) -> None:
         parts = self._parts
         parts.passes.worker.wait()
-        parts.sink.commit(parts.keeper.take(), self._news())
-
-    def _news(self) -> dict[str, Any]:
-        parts = self._parts
-        return {
-            **self._findings.news(),
-            **parts.updates.news(),
-            **parts.watch.news(),
-            "columns": dict(self._tags.kinds),
-            "strings": self._tags.new_strings(),
-        }
+        tags = {"columns": dict(self._tags.kinds), "strings": self._tags.new_strings()}
+        news = self._findings.news() | parts.updates.news() | parts.watch.news() | tags
+        parts.sink.commit(parts.keeper.take(), news)
 
     # -- the end --------------------------------------------------------------------------------
 
-    def _end(self, kind: type[BaseException] | None) -> list[str]:
-        """Write what is complete; what stands after it is a remark and nothing more."""
+    def _end(self, kind: type[BaseException] | None) -> None:
+        """Write what is complete, and what the model is now."""
         parts = self._parts
-        updates, keeper = parts.updates, parts.keeper
-        known = len(self._findings.remarks)
+        updates = parts.updates
         if kind is not None:
             self._findings.remark(f"the training loop was ended by {kind.__name__}")
         try:
             parts.passes.finish()
-            if updates.is_open:
-                updates.break_off()
+            is_edited = updates.is_open and updates.break_off()
             if updates.is_under_way:
                 updates.close_step()
-            if updates.find_edits(is_over=True):  # the memory ends with what the model is now
-                keeper.begin(updates.step)
+            if updates.find_edits(is_over=True) or is_edited:
+                parts.keeper.begin(updates.step)
             else:
                 self._keep_state(keep=True)
         finally:
-            if parts.sink.lines or keeper.kept:
-                self._commit()
-                known = len(self._findings.remarks)
-        return self._findings.remarks[known:]
+            self._commit()
 
     def _must_be_recording(self, verb: str) -> None:
         if self._state == "forked":
@@ -383,22 +348,18 @@ class Recorder:
         self._interrupts.remove()
 
 
+@dataclass
 class _Parts:
     """What works together while a recording is under way."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        passes: Passes,
-        updates: Updates,
-        keeper: Keeper,
-        capture: Capture,
-        writer: MemoryWriter,
-        sink: Sink,
-    ) -> None:
-        self.watch, self.passes, self.updates, self.keeper = watch, passes, updates, keeper
-        self.capture, self.writer, self.sink = capture, writer, sink
-        self.handles: list[Any] = []
+    watch: Watch
+    passes: Passes
+    updates: Updates
+    keeper: Keeper
+    capture: Capture
+    writer: MemoryWriter
+    sink: Sink
+    handles: list[Any] = field(default_factory=list)
 
     def remove_hooks(self) -> None:
         """Leave nothing behind in torch."""
@@ -408,23 +369,10 @@ class _Parts:
         self.handles = []
 
 
-def add_site(sites: dict[Layer, Site], watch: Watch, layer: Layer, keep: Keep) -> bool:
-    """Make a place for a layer's rows; False if it is to be kept as values."""
-    kind = layer_kinds.of(layer.kind)
-    word = keep.word(layer)
-    weight = watch.by_name[layer.weight]
-    bias = None if layer.bias is None else watch.by_name[layer.bias]
-    site = Site(layer, kind, word, weight, bias)
-    if word == "values":
-        for _, w in site.parameters:
-            w.why = f"its layer {layer.name!r} is kept as values (keep=)"
-        return False
-    for part, (width, dtype) in site.widths().items():
-        site.parts[part] = Region(width, dtype, max(1, ROWS // max(1, width * dtype.itemsize)))
-    sites[layer] = site
-    for _, w in site.parameters:
-        w.sites.append(site)
-    return True
+def described(name: str, tensor: Tensor) -> dict[str, Any]:
+    """What the manifest says of a parameter or a buffer."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "shape": list(tensor.shape), "dtype": dtype}
 
 
 _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()

@@ -10,9 +10,9 @@ the same image under another example id is the same. Rows are told apart by two 
 with a probability below 2⁻⁶⁶, and rows that differ in more than the top bit of one word are told
 apart far more surely. No row is kept in RAM for it, only 24 bytes each.
 
-Why it is hard: nobody says how many rows there will be, or that any will come again. The index is
-kept sorted in two parts, so that adding a segment costs little more than its own size; beyond
-`MOST` rows it is given up, and later rows are stored as they come.
+Why it is hard: nobody says how many rows there will be, or that any will come again. The index
+grows by what is new alone; beyond `MOST` rows it is given up, and later rows are stored as they
+come.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torch import Tensor
 from dualform.layers import Layer
 
 MOST = 1 << 21
-"""How many different rows of one layer are remembered: 50 MB, and once more while two parts are
-joined."""
+"""How many different rows of one layer are remembered: 50 MB, and once more while some come in."""
 
 AT_ONCE = 1 << 16
 """How many words are summed at a time: few enough to stay in the processor's cache."""
@@ -69,18 +68,21 @@ class Recurring:
 
 
 class RowIndex:
-    """The numbers of rows by their content: sums in sorted order, a large part and a recent one."""
+    """The numbers of rows by their content: their sums, in the order of the first of the two."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self._parts = [_Sorted.empty(), _Sorted.empty()]
+        self._sums, self._numbers = np.empty((0, 2), np.uint64), np.empty(0, np.int64)
 
     def add(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The number of every row, and which of them are new (in the order they come)."""
         sums = row_sums(rows)
         found = np.full(len(sums), -1, np.int64)
-        for part in self._parts:
-            part.find(sums, found)
+        if self.rows:
+            place = np.searchsorted(self._sums[:, 0], sums[:, 0])
+            place[place == self.rows] = 0
+            same = (self._sums[place] == sums).all(axis=1)
+            found[same] = self._numbers[place[same]]
         unknown = np.flatnonzero(found < 0)
         _, first, same = np.unique(sums[unknown], axis=0, return_index=True, return_inverse=True)
         order = np.argsort(first)  # new rows are numbered as they come
@@ -88,59 +90,21 @@ class RowIndex:
         rank[order] = np.arange(len(order))
         found[unknown] = self.rows + rank[same.reshape(-1)]
         fresh = unknown[first[order]]
-        self._remember(sums[fresh], self.rows + np.arange(len(fresh)))
-        self.rows += len(fresh)
+        self._remember(sums[fresh])
         return found, fresh
 
     def add_stored(self, rows: Tensor) -> None:
         """Rows that have their numbers already, one after the other."""
-        self._remember(row_sums(rows), self.rows + np.arange(len(rows)))
-        self.rows += len(rows)
+        self._remember(row_sums(rows))
 
-    def _remember(self, sums: Sums, numbers: NDArray[np.int64]) -> None:
-        large, recent = self._parts
-        recent = recent.joined(_Sorted.of(sums, numbers))
-        if len(recent.numbers) * 4 > len(large.numbers):
-            large, recent = large.joined(recent), _Sorted.empty()
-        self._parts = [large, recent]
-
-
-class _Sorted(NamedTuple):
-    """Sums in the order of the first of the two, [n] each, and the rows' numbers."""
-
-    first: Sums
-    second: Sums
-    numbers: NDArray[np.int64]
-
-    @classmethod
-    def empty(cls) -> _Sorted:
-        return cls(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))
-
-    @classmethod
-    def of(cls, sums: Sums, numbers: NDArray[np.int64]) -> _Sorted:
-        order = np.argsort(sums[:, 0], kind="stable")
-        return cls(sums[order, 0], sums[order, 1], numbers[order])
-
-    def joined(self, other: _Sorted) -> _Sorted:
-        """Both in one, at no more memory than that takes."""
-        length = len(self.numbers) + len(other.numbers)
-        at = np.searchsorted(self.first, other.first) + np.arange(len(other.numbers))
-        before = np.ones(length, bool)
-        before[at] = False
-        sums = np.empty((2, length), np.uint64)
-        joined = _Sorted(sums[0], sums[1], np.empty(length, np.int64))
-        for to, mine, theirs in zip(joined, self, other, strict=True):
-            to[before], to[at] = mine, theirs
-        return joined
-
-    def find(self, sums: Sums, found: NDArray[np.int64]) -> None:
-        """Put the numbers of rows that are here into `found`."""
-        if not len(self.numbers):
+    def _remember(self, sums: Sums) -> None:
+        if not len(sums):
             return
-        place = np.searchsorted(self.first, sums[:, 0])
-        place[place == len(self.numbers)] = 0
-        same = (self.first[place] == sums[:, 0]) & (self.second[place] == sums[:, 1])
-        found[same] = self.numbers[place[same]]
+        order = np.argsort(sums[:, 0], kind="stable")
+        place = np.searchsorted(self._sums[:, 0], sums[order, 0])
+        self._sums = np.insert(self._sums, place, sums[order], axis=0)
+        self._numbers = np.insert(self._numbers, place, self.rows + order)
+        self.rows += len(sums)
 
 
 def row_sums(rows: Tensor) -> Sums:

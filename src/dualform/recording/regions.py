@@ -45,16 +45,15 @@ class Region:
         """The rows there are, where they lie: [rows, width]."""
         return self._rows[: self.rows]
 
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.row_bytes
-
     def append(self, rows: Tensor) -> Tensor:
         """Copy rows to the end; return the copy."""
         count = rows.shape[0]
         end = self.rows + count
         if end > self._rows.shape[0]:
-            self.reserve(max(end, self._rows.shape[0] + self._rows.shape[0] // 2))
+            kept = self.filled
+            room = max(end, self._rows.shape[0] + self._rows.shape[0] // 2)
+            self._area, self._rows = self._allocate(room)
+            self.filled.copy_(kept)
         place = self._rows[self.rows : end]
         is_plain = rows.dtype == self.dtype and rows.is_cpu and rows.is_contiguous()
         if is_plain and not rows.is_neg():  # a view of a complex number's part may be negated
@@ -64,13 +63,6 @@ class Region:
             place.copy_(rows)
         self.rows = end
         return place
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for so many rows."""
-        if capacity > self._rows.shape[0]:
-            area, rows = self._allocate(capacity)
-            rows[: self.rows].copy_(self._rows[: self.rows])
-            self._area, self._rows = area, rows
 
     def cut(self, rows: int) -> None:
         """Keep only the first rows; the memory stays."""

@@ -25,10 +25,10 @@ from dualform.memory import Memory
 from dualform.memory.files import MANIFEST
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.findings import Findings
-from dualform.recording.kept import States
+from dualform.recording.states import States
 from dualform.recording.tags import Tags
 from dualform.recording.updates import Updates
-from dualform.recording.watched import Site, Watch
+from dualform.recording.watched import Watch
 
 if TYPE_CHECKING:
     from dualform.recording.entry import Options
@@ -52,11 +52,12 @@ class Resumption:
 
     @property
     def phases(self) -> list[dict[str, Any]]:
-        """What the memory says of its stretches so far; those that were cut off never were."""
+        """What the memory says of its stretches, this one too; those cut off never were."""
         steps = self.memory.steps
-        return [known._asdict() for known in self.memory.phases if known.first_step <= steps]
+        found = [known._asdict() for known in self.memory.phases if known.first_step <= steps]
+        return [*found, phase(steps, self.ended)]
 
-    def compare(self, model: nn.Module, sites: Mapping[Layer, Site], options: Options) -> None:
+    def compare(self, model: nn.Module, watch: Watch, options: Options) -> None:
         """Raise `RecordingError` naming the first difference between model and memory."""
         memory = self.memory
         self._compare_tensors("parameter", dict(model.named_parameters()), memory.parameters)
@@ -67,7 +68,7 @@ class Resumption:
             )
         if memory.opened.description.stored != (options.stored or torch.float32):
             raise self._differs("its patterns are stored in another dtype than was asked for now")
-        here = {layer.name: site for layer, site in sites.items()}
+        here = {layer.name: site for layer, site in watch.sites.items()}
         for name in memory.layers:
             known, site = memory.layer(name), here.get(name)
             if site is None:
@@ -81,8 +82,8 @@ class Resumption:
     def find(self, watch: Watch, states: States, options: Options) -> int:
         """The step whose weights the model has; the memory is then cut back to it."""
         memory = self.memory
-        weights, remembered = self._marks
-        steps = [place + 1 for place in states.find(weights)]
+        marks, now = self._marks, states.now()
+        steps = (np.flatnonzero((marks[:, 0] == now[0]).all(axis=1)) + 1).tolist()
         if not memory.steps or self._is_initial(watch):
             steps.insert(0, 0)
         if not steps:
@@ -91,8 +92,7 @@ class Resumption:
                 "the bit. Load the checkpoint of a recorded step (call recorder.flush() where you "
                 "save one), in the dtype it was trained in, or record into a new path"
             )
-        now = states.state_numbers()
-        same = [s for s in steps if s and (remembered[s - 1] == now).all()]
+        same = [s for s in steps if s and (marks[s - 1, 1] == now[1]).all()]
         step = (same or steps)[-1]
         if not step and memory.steps and options.resume != "rewind":
             raise RecordingError(
@@ -106,15 +106,11 @@ class Resumption:
         return step
 
     @property
-    def _marks(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The marks of weights and of states after every step: [steps, P] each."""
+    def _marks(self) -> NDArray[np.uint32]:
+        """The marks of weights and of states after every step: [steps, 2, P]."""
         memory = self.memory
         found = [memory.marks(step) for step in range(1, memory.steps + 1)]
-        blank = np.zeros((0, len(memory.parameters)), np.uint32)
-        return (
-            np.stack([marks.weights for marks in found]) if found else blank,
-            np.stack([marks.states for marks in found]) if found else blank,
-        )
+        return np.array(found, np.uint32).reshape(-1, 2, len(memory.parameters))
 
     def _is_initial(self, watch: Watch) -> bool:
         kept = self.memory.kept
@@ -133,9 +129,8 @@ class Resumption:
         tags.restore(described.tags, described.strings)
         findings.restore(described.remarks, [event._asdict() for event in memory.events])
         updates.restore(list(memory.settings))
-        weights, remembered = self._marks
-        states.restore(weights, remembered)
-        if step and (remembered[step - 1] != states.state_numbers()).any():
+        states.restore(self._marks)
+        if step and (self._marks[step - 1, 1] != states.now()[1]).any():
             findings.event(
                 step, "replaced", "resumed with another optimizer's state", list(memory.parameters)
             )
@@ -154,11 +149,10 @@ class Resumption:
     def _compare_tensors(
         self, what: str, here: Mapping[str, Tensor], there: Mapping[str, Any]
     ) -> None:
-        missing = [name for name in there if name not in here]
-        added = [name for name in here if name not in there]
-        if missing or added:
-            said = [f"lacks the {what} {missing[0]!r}"] if missing else []
-            said += [f"has a {what} {added[0]!r} that was not recorded"] if added else []
+        said = [f"lacks the {what} {name!r}" for name in there if name not in here][:1]
+        added = (name for name in here if name not in there)
+        said += [f"has a {what} {name!r} that was not recorded" for name in added][:1]
+        if said:
             raise self._differs(f"the model {' and '.join(said)}")
         for name, tensor in here.items():
             known = there[name]

@@ -123,12 +123,11 @@ class Sink:
             "disk, and record again"
         ) from error
 
-    def close(self, last: Callable[[], list[str]]) -> None:
+    def close(self, last: Callable[[], None]) -> None:
         """Write what is complete, and seal the memory, or say in it why it ends where it does."""
         trouble: BaseException | None = None
-        remarks: list[str] = []
         try:
-            remarks = last()
+            last()
         except BaseException as error:
             trouble = error
         interrupt = self.thread.close()
@@ -139,7 +138,7 @@ class Sink:
                 self._writer.end(closed=False, remarks=[remark])
             self.raise_failure()
             raise failure
-        self._writer.end(closed=True, remarks=remarks)
+        self._writer.end(closed=True)
         if interrupt is not None:
             raise interrupt
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dualform.errors import RecordingError
 from dualform.memory.files import NO_VALUE
@@ -31,26 +30,12 @@ KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": 
 
 @dataclass(eq=False, slots=True)
 class Tag:
-    """The columns given by one call of `recorder.tag`, as stored: int64 or float64.
+    """The columns given by one call of `recorder.tag`, as stored: int64 or float64."""
 
-    They may stay tensors until their values are asked for, seldom on the training thread.
-    """
-
-    given: dict[str, NDArray[Any] | Tensor]
+    columns: dict[str, NDArray[Any]]
     update: int
     """How many updates there had been when it was given: no tag outlives the next one."""
-    _columns: dict[str, NDArray[Any]] | None = None
     _fits: set[tuple[int, ...]] = field(default_factory=set)
-
-    @property
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """By name, as arrays."""
-        if self._columns is None:
-            self._columns = {
-                name: values.numpy() if isinstance(values, Tensor) else values
-                for name, values in self.given.items()
-            }
-        return self._columns
 
     def check(self, layer: str, shape: tuple[int, ...]) -> None:
         """Raise unless every column can be laid over patterns of this leading shape."""
@@ -69,23 +54,10 @@ class Tag:
                 )
         self._fits.add(shape)
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether every column can be laid over patterns of this leading shape."""
-        return all(_fits(values, shape) for values in self.columns.values())
-
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
         laid = {name: _spread(values, shape) for name, values in self.columns.items()}
         return {name: values for name, values in laid.items() if values is not None}
-
-    def positions(self, shape: tuple[int, ...]) -> int:
-        """How many patterns each example has in an input of this leading shape."""
-        rows = prod(shape)
-        if len(shape) == 1:  # [B·L] flattened by the model: a [B, L] tag knows better
-            for values in self.columns.values():
-                if values.ndim == 2 and values.size == rows:
-                    return int(values.shape[1])
-        return rows // shape[0] if shape and shape[0] else 1
 
 
 class Context(NamedTuple):
@@ -99,21 +71,18 @@ class Context(NamedTuple):
 
     def fitting(self, layer: str, shape: tuple[int, ...], must_fit: bool) -> Tag | None:
         """Return the tag of patterns of this leading shape; raise if it is not theirs."""
-        if self.tag is None or not (must_fit or self.tag.fits(shape)):
+        if self.tag is None:
+            return None
+        if not must_fit and not all(_fits(v, shape) for v in self.tag.columns.values()):
             return None
         if self.is_stale:
-            refuse_untagged(layer, shape)
+            raise RecordingError(
+                f"layer {layer!r} saw a batch of leading shape {list(shape)} that was not tagged, "
+                "though earlier batches were. Call recorder.tag(...) for every batch, before the "
+                "model is called"
+            )
         self.tag.check(layer, shape)
         return self.tag
-
-
-def refuse_untagged(layer: str, shape: tuple[int, ...]) -> None:
-    """Raise `RecordingError`: a batch was fed without a tag, though earlier ones had one."""
-    raise RecordingError(
-        f"layer {layer!r} saw a batch of leading shape {list(shape)} that was not tagged, though "
-        "earlier batches were. Call recorder.tag(...) for every batch, before the "
-        "model is called"
-    )
 
 
 def _fits(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
@@ -171,9 +140,12 @@ def lay_out(
 
 def positions(tag: Tag | None, shape: tuple[int, ...]) -> int:
     """Count the patterns of each example in an input of this leading shape."""
-    if tag is not None:
-        return tag.positions(shape)
-    return prod(shape) // shape[0] if shape and shape[0] else 1
+    rows = prod(shape)
+    if len(shape) == 1 and tag is not None:  # [B·L], flattened: a [B, L] tag knows better
+        for values in tag.columns.values():
+            if values.ndim == 2 and values.size == rows:
+                return int(values.shape[1])
+    return rows // shape[0] if shape and shape[0] else 1
 
 
 class Tags:
@@ -198,15 +170,9 @@ class Tags:
         """One call's columns, checked against each other and against earlier calls."""
         if columns.keys() != self.kinds.keys():
             self._check_names(columns)
-        stored: dict[str, NDArray[Any] | Tensor] = {}
-        length, differ = -1, False
-        for name, value in columns.items():
-            stored[name] = kept = self._store(name, value)
-            if shape := kept.shape:
-                differ = differ or length not in (-1, shape[0])
-                length = shape[0]
-        if differ:
-            sizes = {name: kept.shape[0] for name, kept in stored.items() if kept.shape}
+        stored = {name: self._store(name, value) for name, value in columns.items()}
+        sizes = {name: kept.shape[0] for name, kept in stored.items() if kept.shape}
+        if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
         return Tag(stored, update)
@@ -240,12 +206,12 @@ class Tags:
         self._written = {name: len(codes) for name, codes in self._codes.items()}
         return {name: strings for name, strings in fresh.items() if strings}
 
-    def _store(self, name: str, value: Any) -> NDArray[Any] | Tensor:
+    def _store(self, name: str, value: Any) -> NDArray[Any]:
         if isinstance(value, torch.Tensor):
             is_plain = value.dtype is torch.int64 and value.is_cpu and value.dim() <= 2
             is_plain = is_plain and value.layout is torch.strided
             if is_plain and self.kinds.get(name) == "int":  # the usual case
-                return value.clone()
+                return value.clone().numpy()
             array = (value if value.is_cpu else value.cpu()).numpy(force=value.requires_grad)
         else:
             array = np.asarray(value)

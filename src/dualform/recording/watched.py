@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING
-from dualform.layers import Kind, Layer
+from dualform.layers import Kind, Layer, kinds
 from dualform.memory.directions import direction, signs
 from dualform.recording.regions import Region
 from dualform.recording.tags import Tag
@@ -29,12 +30,27 @@ from dualform.recording.tags import Tag
 SMALL = 1 << 12
 """Up to this many entries a parameter without patterns is kept after every update."""
 
+FIRST_BYTES = 1 << 20
+"""About how large a part's first region is."""
+
 Reals = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-Use = tuple[int, int, int, int, int, "Tag | None", tuple[int, ...], int]
-"""One call of a layer, gone through by one backward pass: step (-1: in no update yet), number of
-the pass, number of the call, dtype of the product, rows, tag, leading shape, layout in memory."""
+
+class Use(NamedTuple):
+    """One call of a layer, gone through by one backward pass."""
+
+    step: int
+    """-1: no update has consumed it."""
+    number: int
+    """Which backward pass of its step, or of the run while it is pending."""
+    call: int
+    code: int
+    """The dtype of the product, as a place in `COMPUTED_IN`."""
+    rows: int
+    tag: Tag | None
+    shape: tuple[int, ...]
+    layout: int
 
 
 @dataclass(eq=False)
@@ -142,14 +158,22 @@ class Watch:
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
         self.carried, self.unknown = np.zeros(count, bool), np.zeros(count, bool)
         self.resolved = np.zeros(count, bool)
-        self._written: set[str] = set()
-        self._changed: list[Watched] = []
+        self.sites: dict[Layer, Site] = {}
+        self._written: set[Layer] = set()
+        self._changed: set[Watched] = set()
 
     def __iter__(self) -> Iterator[Watched]:
         return iter(self.parameters)
 
     def __len__(self) -> int:
         return len(self.parameters)
+
+    def held(self, optimizer: Optimizer) -> Iterator[Watched]:
+        """The parameters of the model that an optimizer has."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if (w := self.by_id.get(id(p))) is not None:
+                    yield w
 
     def fold(self, rows: Reals) -> Reals:
         """Sums over the rows of every parameter."""
@@ -158,25 +182,31 @@ class Watch:
         found: Reals = np.add.reduceat(rows, self.starts)
         return found
 
-    def resolve(self) -> None:
-        """Find which parameters patterns or examples explain: those of layers that keep them."""
-        for w in self.parameters:
-            self.resolve_one(w)
-        self._changed = []
-
-    def resolve_one(self, w: Watched) -> None:
-        """The same of one parameter, whose layers have become more."""
-        before = self.coverage(w)
-        self.resolved[w.index] = bool(w.sites) and all(s.keep != "keys" for s in w.sites)
-        if w.sites and not self.resolved[w.index]:
-            w.why = "its layer keeps keys alone"
-        if self.coverage(w) != before:
-            self._changed.append(w)
+    def add(self, layer: Layer, word: str) -> bool:
+        """Make a place for a layer's rows; False if it is to be kept as values."""
+        weight = self.by_name[layer.weight]
+        bias = None if layer.bias is None else self.by_name[layer.bias]
+        site = Site(layer, kinds.of(layer.kind), word, weight, bias)
+        for _, w in site.parameters:
+            if word == "values":
+                w.why = f"keep= asks for values of layer {layer.name!r}"
+                continue
+            w.sites.append(site)
+            self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
+            w.why = w.why if self.resolved[w.index] else "its layer keeps keys alone"
+            self._changed.add(w)
+        if word == "values":
+            return False
+        for part, (width, dtype) in site.widths().items():
+            rows = max(1, FIRST_BYTES // max(1, width * dtype.itemsize))
+            site.parts[part] = Region(width, dtype, rows)
+        self.sites[layer] = site
+        return True
 
     def make_values(self, w: Watched, why: str) -> None:
         """From here on no pattern explains a parameter: its kept states alone say what it was."""
         self.resolved[w.index], w.why = False, why
-        self._changed.append(w)
+        self._changed.add(w)
 
     def coverage(self, w: Watched) -> dict[str, str]:
         """How finely the memory can say who wrote a parameter, and why no finer."""
@@ -187,26 +217,21 @@ class Watch:
 
     def news(self) -> dict[str, Any]:
         """Layers and coverages that have come since the last segment."""
-        layers = {site.layer.name: site for w in self for site in w.sites if site.was_used}
-        fresh = [site for name, site in layers.items() if name not in self._written]
-        self._written |= set(layers)
-        changed, self._changed = self._changed, []
+        used = [la for la, site in self.sites.items() if site.was_used and la not in self._written]
+        self._written |= set(used)
+        changed, self._changed = self._changed, set()
         return {
-            "layers": [site.layer.to_json() | {"keep": site.keep} for site in fresh],
-            "coverage": {w.name: self.coverage(w) for w in changed},
+            "layers": [layer.to_json() | {"keep": self.sites[layer].keep} for layer in used],
+            "coverage": {w.name: self.coverage(w) for w in self if w in changed},
         }
 
     def forget(self, anew: list[Watched]) -> None:
         """Clear what was summed for gradients that are empty now: the loop threw it away."""
-        if len(anew) == len(self.parameters):
-            self.E.fill(0.0)
-            self.gross.fill(0.0)
-            self.carried.fill(False)
-            self.unknown.fill(False)
-            return
-        for w in anew:
-            self.E[w.place], self.gross[w.index] = 0.0, 0.0
-            self.carried[w.index] = self.unknown[w.index] = False
+        gone = np.zeros(len(self), bool)
+        gone[[w.index for w in anew]] = True
+        self.E[gone[self.owner]] = 0.0
+        self.gross[gone] = 0.0
+        self.carried[gone] = self.unknown[gone] = False
 
 
 class Projections:

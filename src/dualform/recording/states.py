@@ -1,0 +1,112 @@
+"""Who moves each parameter, and marks: is everything still what the last update left?
+
+Two numbers per parameter after every update, of some sixty entries of its weights and of what its
+optimizer remembers (`certificate/marks.py`). They find edits before the next update, and restored
+states among all that were recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from dualform.certificate.marks import Marks, Words, remembered
+from dualform.recording.watched import Flags, Watch, Watched
+
+Numbers = NDArray[np.uint32]
+
+
+class States:
+    """The owners and marks of all parameters."""
+
+    def __init__(self, watch: Watch, optimizers: Iterable[Optimizer]) -> None:
+        self._watch = watch
+        self.owner: list[Optimizer | None] = [None] * len(watch)
+        for optimizer in optimizers:
+            for w in watch.held(optimizer):
+                self.owner[w.index] = self.owner[w.index] or optimizer
+        self._owners = self._listed()
+        self._weights = Marks([[w.tensor] for w in watch])
+        self._states = Marks([[] for _ in watch])
+        self._known: list[Any] = []
+        self._last: Words = np.zeros(0, np.int32)
+        self._numbers = np.zeros((2, len(watch)), np.uint32)
+        self._history: dict[bytes, int] = {}
+        self.shaken: Flags = np.zeros(len(watch), bool)
+
+    def _listed(self) -> list[Optimizer]:
+        return list({id(o): o for o in self.owner if o is not None}.values())
+
+    def take_over(self, optimizer: Optimizer, watched: list[Watched]) -> list[Optimizer]:
+        """Give parameters to another optimizer; return those that have none any more."""
+        earlier = self._owners
+        for w in watched:
+            self.owner[w.index] = optimizer
+        self._owners = self._listed()
+        return [o for o in earlier if all(o is not left for left in self._owners)]
+
+    def state(self, w: Watched) -> dict[str, Any]:
+        """What the optimizer remembers of a parameter."""
+        owner = self.owner[w.index]
+        return {} if owner is None else dict(owner.state.get(w.tensor) or {})
+
+    def now(self) -> Numbers:
+        """The marks of weights and of what optimizers remember, as they are: [2, P]."""
+        return self._numbered(self._weights.sampled())
+
+    def _numbered(self, weights: Words) -> Numbers:
+        self._follow()
+        states = self._states.numbers(self._states.sampled())
+        return np.stack([self._weights.numbers(weights), states])
+
+    def take(self) -> None:
+        """Take the marks of this moment: an update was made."""
+        self._last = self._weights.sampled()
+        self._numbers = self._numbered(self._last)
+
+    def remember(self, step: int) -> Numbers:
+        """Give the marks as last taken: they are those after so many updates."""
+        self._history[self._numbers.tobytes()] = step
+        return self._numbers
+
+    def restore(self, marks: NDArray[np.uint32]) -> None:
+        """Know the marks of the steps that a resumed memory holds: [steps, 2, P]."""
+        self._history |= {numbers.tobytes(): step for step, numbers in enumerate(marks, 1)}
+
+    def restored(self) -> int | None:
+        """The step whose marks weights and states have now, if they have been such before."""
+        return self._history.get(self.now().tobytes())
+
+    def _follow(self) -> None:
+        """Look the states' tensors up again where an optimizer has new ones."""
+        known = [(o, id(o.state), len(o.state)) for o in self._owners]
+        if known != self._known or not self._states.tensors:
+            self._known = known
+            self._states = Marks([remembered(self.state(w)) for w in self._watch])
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def changed(self) -> Flags:
+        """Which parameters differ from when marks were last taken.
+
+        Weights: by more than adding something and taking it away again leaves; of loops that do so
+        between two updates (an attack on the weights, say) `shaken` says whose last bits are
+        others. What optimizers remember: where it is another object, as `load_state_dict` leaves
+        it.
+        """
+        now, before = self._weights.sampled(), self._known
+        self.shaken = found = np.zeros(len(self._watch), bool)
+        self._follow()
+        if now.shape != self._last.shape:  # another dtype
+            self._weights = Marks([[w.tensor] for w in self._watch])
+            return ~found
+        if now.tobytes() != self._last.tobytes():
+            off, size = self._weights.apart(self._last, now)
+            found = ~(off <= 16 * self._watch.u * size)
+            self.shaken = (off != 0) & ~found
+        if before != self._known:
+            found = found | (self._states.numbers(self._states.sampled()) != self._numbers[1])
+        return found
