@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
+from math import prod
 from operator import add
 from typing import Generic, TypeVar
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dualform import layers
-from dualform.certificate.bounds import LOST, ROUNDING, Reals, sum_bound
+from dualform.certificate.bounds import LOST, ROUNDING, Reals, spread, sum_bound
 from dualform.memory import LayerMemory, Memory
 
 
@@ -191,7 +192,9 @@ class Sums(Explained[Sum]):
         u = max(ROUNDING[layer.uses.dtype_of(use)], ROUNDING[self.known.dtype])
         (gv, squares), place = np.zeros((2, self.known.height)), layer.rows_of(self.known.name)
         gv[place], squares[place] = along.numpy(), u * u * (terms.numpy() + floor)
-        return Sum(gv, squares, u * gross, lost)
+        by_examples = layer.keep == "examples"
+        terms_added = prod(layer.uses.shape_of(use)) if by_examples else len(rows)
+        return Sum(gv, squares, u * gross * spread(terms_added, in_turn=by_examples), lost)
 
 
 def rows_of(layer: LayerMemory, use: int, part: str) -> Tensor:

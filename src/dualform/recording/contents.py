@@ -81,9 +81,11 @@ class Contents:
             ]
             if self._stored is not None and site.keep == "patterns":
                 lost[layer.name] = self._lost(site, parts, found)
-        begins, tags = lay_out(
-            [(u.tag, u.shape) for found in used.values() for u in found], self._kinds
-        )
+        laid = {layer: [self._laid_over(layer, u) for u in found] for layer, found in used.items()}
+        pairs = [
+            (u.tag, s) for la, found in used.items() for u, s in zip(found, laid[la], strict=True)
+        ]
+        begins, tags = lay_out(pairs, self._kinds)
         start = iter(begins)
         return SegmentContent(
             first_step=first,
@@ -91,7 +93,10 @@ class Contents:
             rows=rows,
             uses={
                 layer.name: use_table(
-                    [[*u[:5], positions(u.tag, u.shape), next(start), u.layout] for u in found],
+                    [
+                        [*u[:5], positions(u.tag, over), next(start), u.layout]
+                        for u, over in zip(found, laid[layer], strict=True)
+                    ],
                     [u.shape for u in found],
                 )
                 for layer, found in used.items()
@@ -102,6 +107,10 @@ class Contents:
             kept=[],
             news={},
         )
+
+    def _laid_over(self, layer: Layer, use: Use) -> tuple[int, ...]:
+        """What tags are laid over: a use's patterns, or where examples are kept, one row each."""
+        return use.shape[:1] if self._sites[layer].keep == "examples" else use.shape
 
     def _tensors(self, layer: Layer, part: str, narrowed: Narrowed) -> list[tuple[str, Tensor]]:
         """The tensors that one part is written as."""

@@ -18,12 +18,12 @@ another; and a tensor may legally be changed in place as soon as the pass is ove
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import inf, prod
 
 import torch
 from torch import Tensor
 
-from dualform.certificate.bounds import ROUNDING
+from dualform.certificate.bounds import ROUNDING, spread
 from dualform.errors import RecordingError
 from dualform.layers import Layer, torch_internals
 from dualform.memory.content import COMPUTED_IN
@@ -159,15 +159,17 @@ class Passes:
             kind, weight, bias = site.kind, site.weight, site.bias
             if weight.tensor.requires_grad and weight.v is not None:
                 along = kind.along(site.layer, keys, signal, weight.v)
-                self._add(weight, site.layer, along, size_of(kind.gross, keys, signal) * u)
+                size = size_of(kind.gross, keys, signal) * spread(len(keys))
+                self._add(weight, site.layer, along, size * u)
             if bias is not None and bias.tensor.requires_grad:
-                size = size_of(norm, signal) * len(signal) ** 0.5
+                size = size_of(norm, signal) * len(signal) ** 0.5 * spread(len(keys))
                 self._add(bias, site.layer, signal.sum(0), size * u)
         return len(keys)
 
     def _keep_examples(self, site: Site, given: Tensor, signal: Tensor, is_summing: bool) -> int:
         """Copy what each example wrote: the sum over its rows of δ ⊗ x."""
         u, rows = ROUNDING[signal.dtype], 0
+        long = spread(prod(site.kind.leading(given)), in_turn=True)
         for role, written in site.kind.examples(site.layer, given, signal).items():
             if role not in site.parts:
                 continue
@@ -177,7 +179,7 @@ class Passes:
             if w is not None and is_summing and w.tensor.requires_grad:
                 total = kept.sum(0).view(written.shape[1:])
                 along = total if w.v is None else total.flatten(1) @ w.v
-                size = size_of(norm, kept) * rows**0.5
+                size = size_of(norm, kept) * rows**0.5 * long
                 self._add(w, site.layer, along, size * u)
         return rows
 
