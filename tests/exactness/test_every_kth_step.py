@@ -37,7 +37,9 @@ def test_only_those_steps_have_patterns_and_kept_states_are_the_very_weights(
     assert kind is AdamW or 0.2 < verdict.remainder < 1.5
     for step in memory.kept.steps("0.weight"):
         assert torch.equal(at(memory, "0.weight", step), training.kept[step][0]["0.weight"])
-    with pytest.raises(QueryError, match="one of every 3 steps were kept. They were kept at steps"):
+    with pytest.raises(
+        QueryError, match=r"one of every 3 steps were kept\. They were kept at steps"
+    ):
         at(memory, "0.weight", 5)
 
 
@@ -93,7 +95,7 @@ def test_an_edited_gradient_is_found_in_a_recorded_step_and_is_remainder_elsewhe
                 optimizer.zero_grad()
 
     if is_found:
-        with pytest.raises(AuditError, match="'0.weight'.*step 9"):
+        with pytest.raises(AuditError, match=r"'0.weight'.*step 9"):
             train()
     else:
         train()

@@ -113,18 +113,17 @@ def _measure(
         return
     kappa[sure] = own
     each = watch.fold((watch.seen - kappa[watch.owner] * watch.E) ** 2)[sure] / squares
-    errors = np.where(
-        rows >= FEW, (each / np.maximum(1, rows - 1)) ** 0.5, room * abs(own) / ERRORS
-    )
+    errors = (each / np.maximum(1, rows - 1)) ** 0.5
+    errors = np.where(rows >= FEW, errors, room * np.abs(own) / ERRORS)
     errors, found = np.maximum(errors, u * np.abs(own) / ERRORS), own.copy()
-    left = np.ones(len(own), bool)
-    for best in np.argsort(errors):  # those clipped together have one factor: the best known says
-        if left[best]:
-            near = left & (np.abs(own - own[best]) <= ERRORS * (errors + errors[best]))
-            weight = (errors[best] / errors[near]) ** 2
-            mean = float((own[near] * weight).sum() / weight.sum())
+    alone = np.isfinite(own) & np.isfinite(errors)
+    for best in np.argsort(errors).tolist():  # those clipped together have one factor
+        if alone[best]:
+            near = alone & (np.abs(own - own[best]) <= ERRORS * (errors + errors[best]))
+            share = (errors[best] / errors[near]) ** 2
+            mean = float((own[near] * share).sum() / share.sum())
             found[near] = settled(mean, float(errors[best]), float(u[best]))
-            left &= ~near
+            alone &= ~near
     kappa[sure] = found
 
 
