@@ -61,7 +61,7 @@ Reals = NDArray[np.float64]
 def spread(terms: int, *, in_turn: bool = False) -> float:
     """How many times a short sum's rounding a long one's is: torch adds up blocks of rows, and
     (`in_turn`) a norm's gradient row by row."""
-    return max(1.0, terms**0.5 / (1 if in_turn else 16))
+    return max(1.0, float(terms) ** 0.5 / (1 if in_turn else 16))
 
 
 def sum_bound(gross: Reals) -> Reals:
