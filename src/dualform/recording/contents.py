@@ -22,7 +22,7 @@ from dualform.recording.line import Line, stacked
 from dualform.recording.recurring import Recurring
 from dualform.recording.regions import Region
 from dualform.recording.tags import lay_out, positions
-from dualform.recording.watched import Site, Use, Watch
+from dualform.recording.watched import LayerCall, Site, Watch
 
 Regions = dict[tuple[Layer, str], Region]
 
@@ -62,7 +62,7 @@ class Contents:
         self._stored, self._recurring = stored, recurring
 
     def content(
-        self, first: int, lines: list[Line], full: Regions, uses: dict[Layer, list[Use]]
+        self, first: int, lines: list[Line], full: Regions, uses: dict[Layer, list[LayerCall]]
     ) -> SegmentContent:
         """Lay out whole steps: rows, their uses, the columns of their tags, the log."""
         used = {layer: found for layer, found in uses.items() if found}
@@ -127,7 +127,7 @@ class Contents:
             found.append((f"{part}.scales", narrowed.scales))
         return found
 
-    def _lost(self, site: Site, parts: dict[str, Narrowed], uses: list[Use]) -> Lost:
+    def _lost(self, site: Site, parts: dict[str, Narrowed], uses: list[LayerCall]) -> Lost:
         """What rounding changed in every use, parameter by parameter."""
         keys, signals = parts["keys"], parts["error_signals"]
         found: dict[str, list[tuple[float, float]]] = {w.name: [] for _, w in site.parameters}

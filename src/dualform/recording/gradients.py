@@ -40,7 +40,7 @@ LEAST = 64 * 2.0**-149
 
 
 @dataclass(frozen=True)
-class Explained:
+class Comparison:
     """What was found of every parameter: the factor, whether its patterns explain the gradient."""
 
     kappa: Reals
@@ -69,7 +69,7 @@ class Explained:
         )
 
 
-def explain(watch: Watch, moving: Flags) -> Explained:
+def explain(watch: Watch, moving: Flags) -> Comparison:
     """Compare the gradients that an optimizer is about to use with what their patterns sum to."""
     E, g, fold, room = watch.E, watch.seen, watch.fold, sum_bound(watch.gross)
     squares, products, difference = fold(E * E), fold(E * g), g - E
@@ -82,7 +82,7 @@ def explain(watch: Watch, moving: Flags) -> Explained:
         _measure(watch, (squares, products, rest), room / np.maximum(size, 1e-150), sure, kappa)
         if (kappa != 1.0).any():
             rest = fold((g - kappa[watch.owner] * E) ** 2)
-    found = Explained(kappa, here & (np.sqrt(rest) <= room * np.abs(kappa) + LEAST), np.sqrt(rest))
+    found = Comparison(kappa, here & (np.sqrt(rest) <= room * np.abs(kappa) + LEAST), np.sqrt(rest))
     if (kappa != 1.0).any():
         for i in np.flatnonzero(found.is_explained & (watch.rows == 1) & ~watch.carried):
             if kappa[i] != 1.0 and watch.parameters[i].v is not None:

@@ -28,7 +28,7 @@ from dualform.errors import RecordingError
 from dualform.layers import Layer, torch_internals
 from dualform.memory.content import COMPUTED_IN
 from dualform.recording.tags import Context
-from dualform.recording.watched import Site, Use, Watch, Watched, is_empty
+from dualform.recording.watched import LayerCall, Site, Watch, Watched, is_empty
 from dualform.recording.worker import Worker
 
 PARCEL = 1 << 20
@@ -136,7 +136,7 @@ class Passes:
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)
             code = CODE[signal.dtype]
-            site.pending.append(Use(-1, number, context.call, code, rows, tag, shape, layout))
+            site.pending.append(LayerCall(-1, number, context.call, code, rows, tag, shape, layout))
             site.was_used = True
             now = torch_internals.version_of(key), torch_internals.version_of(signal)
             if now != (of_key, of_signal):

@@ -27,7 +27,7 @@ from dualform.recording.contents import Contents, Regions
 from dualform.recording.kept import Kept
 from dualform.recording.line import Line
 from dualform.recording.regions import Region
-from dualform.recording.watched import Site, Use
+from dualform.recording.watched import LayerCall, Site
 from dualform.recording.worker import Worker
 
 SETS = 3
@@ -81,7 +81,7 @@ class Sink:
         self.raise_failure()
         spare = self._take_free()
         full: Regions = {}
-        uses: dict[Layer, list[Use]] = {}
+        uses: dict[Layer, list[LayerCall]] = {}
         for layer, site in self._sites.items():
             for part, region in list(site.parts.items()):
                 other = spare.pop((layer, part), None)
@@ -149,7 +149,7 @@ class Sink:
         first: int,
         lines: list[Line],
         full: Regions,
-        uses: dict[Layer, list[Use]],
+        uses: dict[Layer, list[LayerCall]],
         kept: list[Kept],
         news: dict[str, Any],
     ) -> None:

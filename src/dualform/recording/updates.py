@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from dualform.learning_rules import SeenSettings, Setting, rule_of
 from dualform.recording.findings import Findings
-from dualform.recording.gradients import Explained, explain
+from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
@@ -286,7 +286,7 @@ class Updates:
         line.explained[moving] = (found.is_explained & watch.resolved)[moving]
         line.seen[moving] = (watch.fold(watch.signs * watch.seen) * scale)[moving]
 
-    def _refuse(self, moving: Flags, found: Explained) -> None:
+    def _refuse(self, moving: Flags, found: Comparison) -> None:
         """Stop, or warn, where patterns do not explain a gradient."""
         watch = self.watch
         bad = moving & watch.resolved & ~found.is_explained

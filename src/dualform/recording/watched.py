@@ -37,7 +37,7 @@ Reals = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-class Use(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer, gone through by one backward pass."""
 
     step: int
@@ -64,11 +64,13 @@ class Site:
     bias: Watched | None
     parts: dict[str, Region] = field(default_factory=dict)
     settled: int = 0
-    pending: list[Use] = field(default_factory=list)
+    pending: list[LayerCall] = field(default_factory=list)
     """Uses whose rows no update has consumed: they lie behind the settled ones."""
-    uses: list[Use] = field(default_factory=list)
+    uses: list[LayerCall] = field(default_factory=list)
     was_used: bool = False
     """Whether a backward pass ever went through it."""
+    is_news: bool = True
+    """Whether no segment has told of it yet."""
     is_given: bool = True
     """Whether its keys may come again: they are inputs that training never computed."""
 
@@ -111,6 +113,8 @@ class Watched:
     sites: list[Site] = field(default_factory=list)
     why: str = "no layer with patterns uses it"
     """Why it is kept as values, where it is."""
+    is_news: bool = False
+    """Whether how it is kept has changed since the last segment."""
 
     def rows_of(self, layer: Layer) -> Tensor:
         """The rows (or entries) of it that a layer uses."""
@@ -159,8 +163,6 @@ class Watch:
         self.carried, self.unknown = np.zeros(count, bool), np.zeros(count, bool)
         self.resolved = np.zeros(count, bool)
         self.sites: dict[Layer, Site] = {}
-        self._written: set[Layer] = set()
-        self._changed: set[Watched] = set()
 
     def __iter__(self) -> Iterator[Watched]:
         return iter(self.parameters)
@@ -194,7 +196,7 @@ class Watch:
             w.sites.append(site)
             self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
             w.why = w.why if self.resolved[w.index] else "its layer keeps keys alone"
-            self._changed.add(w)
+            w.is_news = True
         if word == "values":
             return False
         for part, (width, dtype) in site.widths().items():
@@ -206,7 +208,7 @@ class Watch:
     def make_values(self, w: Watched, why: str) -> None:
         """From here on no pattern explains a parameter: its kept states alone say what it was."""
         self.resolved[w.index], w.why = False, why
-        self._changed.add(w)
+        w.is_news = True
 
     def coverage(self, w: Watched) -> dict[str, str]:
         """How finely the memory can say who wrote a parameter, and why no finer."""
@@ -217,12 +219,15 @@ class Watch:
 
     def news(self) -> dict[str, Any]:
         """Layers and coverages that have come since the last segment."""
-        used = [la for la, site in self.sites.items() if site.was_used and la not in self._written]
-        self._written |= set(used)
-        changed, self._changed = self._changed, set()
+        fresh = [site for site in self.sites.values() if site.was_used and site.is_news]
+        changed = [w for w in self if w.is_news]
+        for site in fresh:
+            site.is_news = False
+        for w in changed:
+            w.is_news = False
         return {
-            "layers": [layer.to_json() | {"keep": self.sites[layer].keep} for layer in used],
-            "coverage": {w.name: self.coverage(w) for w in self if w in changed},
+            "layers": [site.layer.to_json() | {"keep": site.keep} for site in fresh],
+            "coverage": {w.name: self.coverage(w) for w in changed},
         }
 
     def forget(self, anew: list[Watched]) -> None:
