@@ -7,8 +7,8 @@ tensors, `tensor_files.py` writes and reads them, each block checked when it is 
 Reading: `segments.py` is what a directory holds, `memory.py` what readers hold, with `layer.py` (a
 layer's rows), `patterns.py` (where they came from, and `where` conditions) and `kept.py` (states).
 
-Writing: `writing.py` commits and cuts back, `rewriting.py` reads a segment back to write it anew,
-`narrowing.py` puts rows into 16 bits, `liveness.py` knows who is writing.
+Writing: `writing.py` commits and cuts back, `narrowing.py` puts rows into 16 bits, `liveness.py`
+knows who is writing.
 """
 
 from dualform.memory.content import COMPUTED_IN as COMPUTED_IN

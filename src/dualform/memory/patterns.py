@@ -226,7 +226,7 @@ class Patterns:
         if kind == "string":
             known = {string: code for code, string in enumerate(self._strings(column))}
             return [known.get(value) if isinstance(value, str) else None for value in wanted]
-        numbers = [value if isinstance(value, NUMBER) else np.nan for value in wanted]
+        numbers: list[Any] = [value if isinstance(value, NUMBER) else np.nan for value in wanted]
         if kind == "float":
             return [float(number) for number in numbers]
         return [int(n) if NO_VALUE < n < -NO_VALUE and n == n // 1 else None for n in numbers]
