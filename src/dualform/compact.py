@@ -30,11 +30,10 @@ from dualform.certificate.checks import verify
 from dualform.certificate.report import Verification
 from dualform.errors import RecordingError
 from dualform.memory import LayerMemory, Memory, MemoryWriter, SegmentContent
-from dualform.memory.content import REFERENCES, ROWS, SCALES
+from dualform.memory.content import ROWS, SCALES, joined
 from dualform.memory.files import MANIFEST, SEGMENTS, local_path
 from dualform.memory.liveness import PROGRESS, Progress
 from dualform.memory.narrowing import lost_in_use, narrowed
-from dualform.memory.rewriting import content_of, joined
 from dualform.memory.segments import Segment
 from dualform.memory.writing import clear_directory
 
@@ -185,7 +184,7 @@ class _Thinning:
 
     def _content(self, segment: Segment) -> SegmentContent:
         """Read a segment back, without what is not wanted."""
-        content = content_of(self._memory.opened, segment)
+        content = self._memory.opened.content(segment)
         for name in self._gone:
             for of_layers in (content.rows, content.uses, content.lost):
                 of_layers.pop(name, None)
@@ -236,8 +235,7 @@ class _Thinning:
             x, d = (layer.read_segment(segment, part, here) for part in ("keys", "error_signals"))
             xs, ds = rounded.get("keys", x), rounded["error_signals"]
             if name in segment.distinct and name in self._held:
-                numbers = segment.read_rows(name, REFERENCES, None, (torch.int32,), here).long()
-                is_held = torch.tensor(self._held[name])[numbers]
+                is_held = torch.tensor(self._held[name])[segment.references(name).long()]
                 xs = torch.where(is_held[:, None], x.to(self._stored).to(x.dtype), x)
             ends = np.cumsum(content.uses[name][:, ROWS]).tolist()
             uses = [slice(*ends_of) for ends_of in pairwise([0, *ends])]

@@ -20,7 +20,6 @@ import numpy as np
 from torch import Tensor
 
 from dualform.memory import Memory, MemoryWriter, SegmentContent
-from dualform.memory.rewriting import content_of
 from dualform.memory.segments import OpenedMemory
 
 
@@ -59,7 +58,7 @@ def forge(run: Path, into: Path, *changes: Change) -> Memory:
         manifest.pop(name, None)
     found = []
     for segment in opened.segments:
-        content = content_of(opened, segment)
+        content = opened.content(segment)
         rows = {
             layer: {part: values.clone() for part, values in parts}
             for layer, parts in content.rows.items()

@@ -164,7 +164,7 @@ def test_the_path_to_a_state_leaves_out_what_was_taken_back(tmp_path: Path) -> N
     assert path(7) == [0, 3, 4]
     assert path(12) == [0, 3, 4, 7, 8, 9, 10, 11]
     assert memory.path_to("fc1.bias", 12).tolist() == list(range(12))
-    with pytest.raises(QueryError, match="step 13"):
+    with pytest.raises(QueryError, match="13 updates"):
         memory.path_to("fc1.bias", 13)
 
 

@@ -140,14 +140,12 @@ def test_keys_that_recur_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_the_same_memory(tmp_path: Path) -> None:
-    from dualform.memory.rewriting import content_of
-
     write(tmp_path / "run", stored="float16")
     memory = Memory.open(tmp_path / "run")
     writer = MemoryWriter(tmp_path / "copy")
     writer.begin(description("float16"), write=False)
     for segment in memory.opened.segments:
-        writer.commit(content_of(memory.opened, segment))
+        writer.commit(memory.opened.content(segment))
     assert not (tmp_path / "copy" / "manifest.json").exists()
     writer.end(closed=True)
     writer.release()

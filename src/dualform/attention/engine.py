@@ -103,9 +103,7 @@ class Room:
 def keys_of(part: Block) -> Tensor:
     """A block's keys as they are stored: to be widened by whoever uses them."""
     narrow = part.narrow_keys
-    keys = part.keys if narrow is None else narrow
-    assert keys is not None
-    return keys
+    return part.keys if narrow is None else narrow
 
 
 def products(layer: LayerMemory, queries: Tensor, keys: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ def scan(
     The tensors are valid until the next block.
     """
     room = Room(torch.float64), Room(torch.float64)
-    blocks = layer.blocks(block, keys=keys, error_signals=error_signals)
+    blocks = layer.blocks(block, error_signals=error_signals)
     for part in reported(blocks, layer.rows):
         size = part.rows
         rows = np.arange(part.start, part.start + size)
@@ -142,11 +140,10 @@ def scan(
                 continue  # memory-mapped and never touched: skipping costs nothing
             if not inside.all():
                 rows, chosen = rows[inside], torch.from_numpy(np.flatnonzero(inside))
-        signals = part.error_signals
         yield Scanned(
             rows,
             room[0].converted(keys_of(part)[chosen]) if keys else _NOTHING,
-            _NOTHING if signals is None else room[1].converted(signals[chosen]),
+            room[1].converted(part.error_signals[chosen]) if error_signals else _NOTHING,
         )
 
 

@@ -108,7 +108,7 @@ def _are_equal(layer: LayerMemory, rows: NDArray[np.int64]) -> NDArray[np.bool_]
         for part in weights.blocks_of(layer):
             here = place[part.start : part.start + part.rows] - low
             inside = np.flatnonzero((here >= 0) & (here < len(keys)))
-            if part.keys is not None and len(inside):
+            if len(inside):
                 own = part.keys[torch.from_numpy(inside)]
                 equal = (own == keys[torch.from_numpy(here[inside])]).all(1)
                 same[part.start + inside] = equal.numpy()

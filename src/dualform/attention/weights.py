@@ -72,7 +72,7 @@ def all_weights(
         )
         out = _weigh(layer, queries, distinct.rows, rows, of)[:, distinct.references]
     else:
-        blocks = layer.blocks(_size(layer), keys=of == "keys", error_signals=of != "keys")
+        blocks = layer.blocks(_size(layer), error_signals=of != "keys")
         parts = engine.reported(blocks, layer.rows)
         if included is not None:
             parts = (p for p in parts if included[p.start : p.start + p.rows].any())
@@ -99,7 +99,6 @@ class RowsFrom(NamedTuple):
 
 def _rows(part: Block, of: str) -> RowsFrom:
     keys = engine.keys_of(part) if of == "keys" else part.error_signals
-    assert keys is not None
     return RowsFrom(part.start, keys)
 
 

@@ -7,8 +7,8 @@ tensors, `tensor_files.py` writes and reads them, each block checked when it is 
 Reading: `segments.py` is what a directory holds, `memory.py` what readers hold, with `layer.py` (a
 layer's rows), `patterns.py` (where they came from, and `where` conditions) and `kept.py` (states).
 
-Writing: `writing.py` commits and cuts back, `rewriting.py` reads a segment back to write it anew,
-`narrowing.py` puts rows into 16 bits, `liveness.py` knows who is writing.
+Writing: `writing.py` commits and cuts back, `narrowing.py` puts rows into 16 bits, `liveness.py`
+knows who is writing.
 """
 
 from dualform.memory.content import COMPUTED_IN as COMPUTED_IN
@@ -21,9 +21,9 @@ from dualform.memory.kept import Kept as Kept
 from dualform.memory.layer import Block as Block
 from dualform.memory.layer import DistinctKeys as DistinctKeys
 from dualform.memory.layer import LayerMemory as LayerMemory
-from dualform.memory.memory import Marks as Marks
 from dualform.memory.memory import Memory as Memory
 from dualform.memory.memory import ParameterLog as ParameterLog
+from dualform.memory.memory import StepMarks as StepMarks
 from dualform.memory.patterns import Patterns as Patterns
 from dualform.memory.patterns import Uses as Uses
 from dualform.memory.writing import MemoryWriter as MemoryWriter

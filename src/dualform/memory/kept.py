@@ -64,7 +64,7 @@ class Kept:
         segment = self._segment(parameter, step)
         return {
             what.removeprefix("state."): value
-            for what in segment.kept_of(parameter)
+            for what in segment.keeps[parameter]
             if what.startswith("state.")
             for _, value in segment.kept(what, parameter, step)
         }
@@ -101,8 +101,12 @@ class Kept:
         """Which segment has what was kept at a step, ascending: the last, if several do."""
         if (what, name) not in self._known:
             self._described(what, name)
-            segments = self._opened.segments
-            found = {step: s for s in segments for step in s.kept_steps(what, name)}
+            found = {
+                step: segment
+                for segment in self._opened.segments
+                for _, steps in segment.keeps.get(name, {}).get(what, ())
+                for step in steps
+            }
             self._known[what, name] = dict(sorted(found.items()))
         return self._known[what, name]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.layers import kinds
-from dualform.memory.content import REFERENCES, SCALES
+from dualform.memory.content import SCALES
 from dualform.memory.patterns import Patterns, Uses
 from dualform.memory.segments import OpenedMemory, Segment
 
@@ -37,28 +37,27 @@ PARTS = {"patterns": ("error_signals",), "keys": (), "examples": ("weight", "bia
 
 
 class Block:
-    """Some consecutive patterns of a layer, read when they are asked for; None of what `blocks` was
-    not asked for. The tensors are mapped: clone before editing them."""
+    """Some consecutive patterns of a layer, each part read when it is asked for. The tensors are
+    mapped: clone before editing them."""
 
-    def __init__(self, layer: LayerMemory, low: int, high: int, parts: tuple[str, ...]) -> None:
+    def __init__(self, layer: LayerMemory, low: int, high: int) -> None:
         self.start, self.rows = low, high - low
-        self._layer, self._here, self._parts = layer, (low, high), parts
+        self._layer, self._here = layer, (low, high)
 
     @cached_property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor:
         """[rows, d_in], in the dtype of training (tokens: [rows, 1])."""
-        return self._layer.read("keys", *self._here) if "keys" in self._parts else None
+        return self._layer.read("keys", *self._here)
 
     @cached_property
-    def error_signals(self) -> Tensor | None:
+    def error_signals(self) -> Tensor:
         """[rows, d_out], in the dtype of training."""
-        found = "error_signals" in self._parts
-        return self._layer.read("error_signals", *self._here) if found else None
+        return self._layer.read("error_signals", *self._here)
 
     @property
     def narrow_keys(self) -> Tensor | None:
         """The keys as stored, where that is in 16 bits and one by one: to be widened on the way."""
-        return self._layer.narrow_keys(*self._here) if "keys" in self._parts else None
+        return self._layer.narrow_keys(*self._here)
 
 
 class DistinctKeys:
@@ -82,9 +81,8 @@ class DistinctKeys:
 
     def of_segment(self, segment: Segment, rows: slice = slice(None)) -> NDArray[np.int64]:
         """The numbers of some of a segment's keys; checked, for they come from a file."""
-        stored = segment.read_rows(self._name, REFERENCES, None, (torch.int32,), rows)
         known = self._starts[1 + self._segments.index(segment)]
-        numbers: NDArray[np.int64] = stored.to(torch.int64).numpy()
+        numbers: NDArray[np.int64] = segment.references(self._name, rows).to(torch.int64).numpy()
         is_known = not len(numbers) or 0 <= numbers.min() <= numbers.max() < known
         segment.need(is_known, f"layer {self._name!r} refers to other keys than the first {known}")
         return numbers
@@ -123,16 +121,16 @@ class LayerMemory:
         >>> fc1.keys.shape, fc1.error_signals.shape, fc1.patterns["label"][:3]   # doctest: +SKIP
     """
 
-    name: str
-    kind: str
-    weight: str
-    bias: str | None
-    shape: tuple[int, ...]
-    offset: int
-    bias_offset: int
-    in_features: int
-    out_features: int
-    rows_of: Callable[[str], slice]
+    name = cached_property[str](attrgetter("layer.name"))
+    kind = cached_property[str](attrgetter("layer.kind"))
+    weight = cached_property[str](attrgetter("layer.weight"))
+    bias = cached_property[str | None](attrgetter("layer.bias"))
+    shape = cached_property[tuple[int, ...]](attrgetter("layer.shape"))
+    offset = cached_property[int](attrgetter("layer.offset"))
+    bias_offset = cached_property[int](attrgetter("layer.bias_offset"))
+    in_features = cached_property[int](attrgetter("layer.in_features"))
+    out_features = cached_property[int](attrgetter("layer.out_features"))
+    rows_of = cached_property[Callable[[str], slice]](attrgetter("layer.rows_of"))
 
     def __init__(self, opened: OpenedMemory, name: str) -> None:
         described = opened.description
@@ -147,12 +145,6 @@ class LayerMemory:
         self._others = described.layers
         self._segments = [s for s in opened.segments if name in s.rows]
         self._starts: list[int] = np.cumsum([0, *(s.rows[name] for s in self._segments)]).tolist()
-
-    def __getattr__(self, name: str) -> Any:
-        """What its `Layer` says of it, by the same name: those that are annotated above."""
-        if name in LayerMemory.__annotations__:
-            return getattr(self.layer, name)
-        raise AttributeError(f"a LayerMemory has no attribute {name!r}")
 
     @property
     def rows(self) -> int:
@@ -213,18 +205,15 @@ class LayerMemory:
         self.need_error_signals("reading them")
         return self.read("error_signals", 0, self.rows)
 
-    def blocks(
-        self, size: int = 4096, *, keys: bool = True, error_signals: bool = True
-    ) -> Iterator[Block]:
+    def blocks(self, size: int = 4096, *, error_signals: bool = True) -> Iterator[Block]:
         """All patterns in order, at most `size` at a time; nothing else is ever in RAM."""
         if size < 1:
             raise QueryError(f"blocks of {size} patterns were asked for; expected at least 1")
         if error_signals:
             self.need_error_signals("reading them (error_signals=False reads keys alone)")
-        parts = ("keys",) * keys + ("error_signals",) * error_signals
         for start, stop in pairwise(self._starts):  # none reaches across two segments
             for low in range(start, stop, size):
-                yield Block(self, low, min(stop, low + size), parts)
+                yield Block(self, low, min(stop, low + size))
 
     def read(self, part: str, low: int, high: int) -> Tensor:
         """Rows of keys, error_signals, or (by examples) weight and bias; in training's dtype."""

@@ -31,13 +31,11 @@ class Progress:
     """Held by the one recorder that writes to a directory; its file outlives it. The number of
     updates stands there beside its complement, which shows damage."""
 
-    def __init__(self, directory: Path, steps: int | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._descriptor = os.open(directory / PROGRESS, os.O_RDWR | os.O_CREAT | _BINARY, 0o644)
         for _ in range(5):
             if _is_free(self._descriptor):
                 _open.add(self)
-                if steps is not None:
-                    self.set(steps)
                 return
             time.sleep(0.02)  # a reader that just asks holds it for a moment, too
         self.close()

@@ -59,7 +59,7 @@ class ParameterLog:
     state_mark: NDArray[np.uint32]
 
 
-class Marks(NamedTuple):
+class StepMarks(NamedTuple):
     """Which state a model is in: a number per parameter, [P], in the log's order."""
 
     weights: NDArray[np.uint32]
@@ -129,17 +129,13 @@ class Memory:
             found[field] = column.astype(bool) if dtype == torch.uint8 else column
         return ParameterLog(**found)
 
-    def marks(self, step: int) -> Marks:
+    def marks(self, step: int) -> StepMarks:
         """What marked weights and optimizer states after `step` updates, at least one."""
-        if not 1 <= step <= self.steps:
-            raise QueryError(
-                f"the marks after {step} updates were asked for; {self.path} has those of 1 to "
-                f"{self.steps}"
-            )
+        self._refuse_beyond(step, least=1)
         segments, sizes = self.opened.segments, self.opened.sizes
         segment = segments[int(np.searchsorted([s.end for s in segments], step))]
-        line = step - 1 - segment.first_step
-        return Marks(*(segment.log(field, *sizes)[line].copy() for field in ("mark", "state_mark")))
+        line, fields = step - 1 - segment.first_step, ("mark", "state_mark")
+        return StepMarks(*(segment.log(field, *sizes)[line].copy() for field in fields))
 
     def path_to(self, parameter: str, at: int) -> NDArray[np.int64]:
         """The steps that led to the state after `at` updates: what was taken back is left out."""
@@ -188,12 +184,12 @@ class Memory:
         if self.is_being_recorded:
             return (*recorded, f"still being recorded; {committed}")
         trained = Progress.read(self.path)
-        lost = -1 if trained is None else trained - self.steps
-        what = {
-            -1: "how many steps after that are lost is not known",
-            0: "no further step was completed",
-            1: "the 1 step after that is lost",
-        }.get(max(lost, -1), f"the {lost} steps after that are lost")
+        if trained is None or trained < self.steps:
+            what = "how many steps after that are lost is not known"
+        elif lost := trained - self.steps:
+            what = f"the {_count(lost)} after that {'is' if lost == 1 else 'are'} lost"
+        else:
+            what = "no further step was completed"
         torn = ", while a segment was being committed" if self.opened.committed.is_torn else ""
         return (*recorded, f"the recording did not end normally{torn}: {committed}, {what}")
 
@@ -225,9 +221,12 @@ class Memory:
     def _parameter(self, name: str) -> Parameter:
         return named(self.parameters, name, "parameter")
 
-    def _refuse_beyond(self, at: int) -> None:
-        if not 0 <= at <= self.steps:
-            raise QueryError(f"step {at} was asked for, but {self.path} holds 0 to {self.steps}")
+    def _refuse_beyond(self, at: int, *, least: int = 0) -> None:
+        if not least <= at <= self.steps:
+            raise QueryError(
+                f"what there was after {at} updates was asked for; {self.path} knows it of {least} "
+                f"to {self.steps}. Ask for a step between them"
+            )
 
 
 def _count(steps: int) -> str:

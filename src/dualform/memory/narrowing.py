@@ -26,26 +26,21 @@ def narrowed(
     """Rows in a 16-bit type, and what each is to be multiplied by; None if it cannot hold them."""
     result = torch.empty(rows.shape, dtype=dtype)
     scales = torch.ones(len(rows)) if scaled else None
-    return (result, scales) if narrow(rows, result, scales) else None
-
-
-def narrow(rows: Tensor, to: Tensor, scales: Tensor | None) -> bool:
-    """Write rows to a 16-bit tensor, and their scales; False if it cannot hold them."""
     height = max(1, BLOCK // max(1, rows.shape[1]))
     for low in range(0, len(rows), height):
         part = rows[low : low + height]
         sizes = _sizes(part)
         if scales is None:
-            if not _holds(sizes, to.dtype):
-                return False
+            if not _holds(sizes, dtype):
+                return None
         else:
             found = torch.where(sizes == 0, 1.0, sizes.to(torch.float32))
             if not bool((found.isfinite() & (found > 0)).all()):  # float64 goes further
-                return False
+                return None
             scales[low : low + height] = found
             part = part / found[:, None]
-        to[low : low + height].copy_(part)
-    return True
+        result[low : low + height].copy_(part)
+    return result, scales
 
 
 def lost_in_use(

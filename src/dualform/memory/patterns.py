@@ -13,7 +13,7 @@ have none at all. And calls are numbered as they were made, by whatever model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -223,25 +223,20 @@ class Patterns:
     def _codes(self, column: str, wanted: list[Any]) -> list[Any]:
         """How values asked for are stored; None for one that cannot be."""
         kind = self._kinds[column]
-        for value in wanted:
-            fits = isinstance(value, str) if kind == "string" else isinstance(value, NUMBER)
-            if not fits or (kind in ("int", "bool") and value != value // 1):
-                raise QueryError(
-                    f"{column}={value!r} was asked for, but {column!r} is a column of kind {kind}"
-                )
         if kind == "string":
             known = {string: code for code, string in enumerate(self._strings(column))}
-            return [known.get(value) for value in wanted]
+            return [known.get(value) if isinstance(value, str) else None for value in wanted]
+        numbers: list[Any] = [value if isinstance(value, NUMBER) else np.nan for value in wanted]
         if kind == "float":
-            return [float(value) for value in wanted]
-        return [int(v) if NO_VALUE < v < -NO_VALUE else None for v in wanted]
+            return [float(number) for number in numbers]
+        return [int(n) if NO_VALUE < n < -NO_VALUE and n == n // 1 else None for n in numbers]
 
     def _refuse_unknown(self, column: str, values: list[Any]) -> None:
         """Raise for a value that no pattern of any layer has."""
         layers = self._opened.description.layers
         known = {v for name in layers for v in Patterns(self._opened, name).values(column)}
         for value in values:
-            if value not in known:
+            if not isinstance(value, Hashable) or value not in known:
                 shown = ", ".join(map(repr, sorted(known)[:12])) + ", ..." * (len(known) > 12)
                 raise QueryError(
                     f"no recorded pattern has {column}={value!r}; {column!r} takes the "

@@ -1,7 +1,8 @@
 """What is committed, read: one segment, its line and its file; and all that a directory holds.
 
 Everything read here is compared with what the line says of it: a column too short, a step that lies
-elsewhere, a row that is not there is an error that names the file, never a wrong number.
+elsewhere, a row that is not there is an error that names the file, never a wrong number. A segment
+can also be read back as what it was written from: cut back to an earlier step, or made smaller.
 
 Why it is hard: there may be thousands of segments, and opening a memory must stay cheap. So a line
 is checked for its own sake at once, but the file, and what was kept in it, are looked into late.
@@ -22,7 +23,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import MemoryFileError
-from dualform.memory.content import COMPUTED_IN, LOG, USE, Plain, column_name, rows_name
+from dualform.memory.content import (
+    COMPUTED_IN,
+    LOG,
+    REFERENCES,
+    ROWS,
+    USE,
+    Plain,
+    SegmentContent,
+    column_name,
+    rows_name,
+)
 from dualform.memory.description import Description
 from dualform.memory.fields import count, counts, damaged, exactly, reading, unquoted
 from dualform.memory.files import LINES, MANIFEST, NUMBERED, SEGMENTS, read_committed
@@ -67,9 +78,31 @@ class Segment:
         self, layer: str, part: str, width: int | None, dtypes: Sequence[torch.dtype], rows: slice
     ) -> Tensor:
         """Some rows of a part as they are stored; [n, width], or [n] without a width."""
-        total = self.distinct.get(layer, self.rows[layer]) if part == "keys" else self.rows[layer]
+        total = self._stored(layer, part)
         shape = (total,) if width is None else (total, width)
         return self.file.tensor(rows_name(layer, part), shape, dtypes, rows)
+
+    def references(self, layer: str, rows: slice = slice(None)) -> Tensor:
+        """Which key some patterns have, of those that are stored once."""
+        return self.read_rows(layer, REFERENCES, None, (torch.int32,), rows)
+
+    def parts(self, layer: str, rows: int) -> Iterator[tuple[str, Tensor]]:
+        """The first rows of everything that a layer has, and the keys that they refer to."""
+        prefix = rows_name(layer, "")
+        for name in sorted(n for n in self.file.places if n.startswith(prefix)):
+            part, stored, size = name.removeprefix(prefix), self.file.tensor(name), rows
+            total = self._stored(layer, part)
+            sound = stored.shape[:1] == (total,)
+            self.need(sound, f"{name} has {stored.shape}, expected {total} rows")
+            if part == "keys" and layer in self.distinct:
+                # numbered as they first come: those that later patterns brought are at the end
+                numbers = self.references(layer)
+                size = max(0, total - int(numbers.max()) + int(numbers[:rows].max()))
+            yield part, stored[:size]
+
+    def _stored(self, layer: str, part: str) -> int:
+        """How many rows of a part are stored."""
+        return self.distinct.get(layer, self.rows[layer]) if part == "keys" else self.rows[layer]
 
     def scales(self, layer: str, part: str, rows: slice) -> Tensor | None:
         """What each of some narrow rows is to be multiplied by; None where they are as they are."""
@@ -130,31 +163,25 @@ class Segment:
         return values
 
     @cached_property
-    def _kept(self) -> dict[tuple[str, str], list[tuple[str, list[int]]]]:
-        """The tensors of what was kept and their steps; by what it is, and of what."""
-        found: dict[tuple[str, str], list[tuple[str, list[int]]]] = {}
+    def keeps(self) -> dict[str, dict[str, list[tuple[str, list[int]]]]]:
+        """What was kept, by what it is of and what it is (weights, state.exp_avg, …): tensors, and
+        after how many updates (of which updates, a gradient) the values in them were so."""
+        found: dict[str, dict[str, list[tuple[str, list[int]]]]] = {}
         with reading(f"what {self.path} is said to keep"):
             for name, listed in self._listed.items():
                 _, what, of, _ = name.split("/")
                 steps, last = list(map(count, listed)), self.end - (what == "gradient")
                 if steps != sorted(steps) or not self.first_step <= steps[0] <= steps[-1] <= last:
                     raise ValueError(f"{name} of steps {steps!r:.100}")
-                found.setdefault((unquoted(what), unquoted(of)), []).append((name, steps))
+                own = found.setdefault(unquoted(of), {})
+                own.setdefault(unquoted(what), []).append((name, steps))
         return found
-
-    def kept_of(self, of: str) -> list[str]:
-        """What was kept of a parameter or buffer: weights, state.exp_avg, …"""
-        return [what for what, name in self._kept if name == of]
-
-    def kept_steps(self, what: str, of: str) -> list[int]:
-        """After how many updates it was kept (a gradient: of which updates); once or twice."""
-        return sorted(s for _, steps in self._kept.get((what, of), ()) for s in steps)
 
     def kept(
         self, what: str, of: str, at: int | None = None
     ) -> Iterator[tuple[int, Tensor | Plain]]:
         """What was kept, at any step or at one, whatever its type and shape: (step, value)."""
-        for name, steps in self._kept.get((what, of), ()):
+        for name, steps in self.keeps.get(of, {}).get(what, ()):
             if at is not None and at not in steps:
                 continue
             values, dtype = self.file.tensor(name), name.rpartition("/")[2].partition("[")[0]
@@ -213,6 +240,41 @@ class OpenedMemory:
         if unknown := segment.rows.keys() - self.description.layers.keys():
             raise ValueError(f"rows of a layer {min(unknown)!r:.100} that is not described")
         self.segments.append(segment)
+
+    def content(self, segment: Segment, *, stop: int | None = None) -> SegmentContent:
+        """Read a segment's steps before `stop` (default: all) back into what is written; the rows
+        are mapped from its file, which must stay until the new one is written."""
+        stop = segment.end if stop is None else min(stop, segment.end)
+        known, content = self.description, SegmentContent(segment.first_step, 0)
+        content.steps = stop - segment.first_step
+        for layer in segment.rows:
+            uses = segment.uses(layer)
+            uses = uses[: np.searchsorted(uses[:, 0], stop)]
+            if not len(uses):
+                continue
+            content.uses[layer] = uses
+            content.rows[layer] = list(segment.parts(layer, int(uses[:, ROWS].sum())))
+            for parameter in known.layers[layer].layer.parameters:
+                if (lost := segment.lost(layer, parameter)[: len(uses)]).any():
+                    content.lost.setdefault(layer, {})[parameter] = lost
+        for column, kind in known.tags.items():
+            if (values := segment.tags(column, kind)) is not None:
+                content.tags[column] = values
+        if content.steps:
+            content.log = {f: segment.log(f, *self.sizes)[: content.steps] for f in LOG}
+        content.kept = [
+            (what, name, step, value)
+            for name in (*known.parameters, *known.buffers)
+            for what in sorted(segment.keeps.get(name, ()), key=lambda what: what != "weights")
+            for step, value in segment.kept(what, name)
+            if step < stop or (step == stop and what != "gradient")
+        ]
+        content.news = dict(segment.news)
+        if stop < segment.end:  # names and settings stay, for others count on from them
+            events, remarks = (content.news.get(what, []) for what in ("events", "remarks"))
+            content.news["events"] = [e for e in events if e["step"] < stop]
+            content.news["remarks"] = [r for r in remarks if type(r) is str or r[0] < stop]
+        return content
 
     @property
     def sizes(self) -> tuple[int, int]:

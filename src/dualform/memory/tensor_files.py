@@ -72,17 +72,10 @@ def write_tensor_file(
                 yield raw[start : min(start + CHECKSUM_BLOCK, whole)]
             yield from _packed([raw[whole:]])
 
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    for past_the_cache in (getattr(os, "O_DIRECT", 0), 0):
-        try:
-            return _write(path, flags | past_the_cache, blocks())
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            if not past_the_cache or not isinstance(error, OSError):
-                raise  # else: a file system without O_DIRECT, or with larger blocks than ours
-    raise AssertionError
+    try:
+        return _write(path, os.O_DIRECT, blocks())
+    except (AttributeError, OSError):  # there is no such thing, or the blocks are larger than ours
+        return _write(path, 0, blocks())
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
@@ -106,15 +99,21 @@ def _raw(tensor: Tensor) -> memoryview:
 
 def _write(path: Path, flags: int, blocks: Iterable[memoryview]) -> list[list[int]]:
     written: list[list[int]] = []
-    descriptor = os.open(path, flags, 0o644)
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
     try:
-        for block in blocks:
-            written.append([len(block), crc32(block)])
-            while block:
-                block = block[os.write(descriptor, block) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            for block in blocks:
+                written.append([len(block), crc32(block)])
+                while block:
+                    block = block[os.write(descriptor, block) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
     return written
 
 
@@ -138,19 +137,15 @@ def _packed(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
 def _header(tensors: Mapping[str, Tensor], last: set[str], metadata: dict[str, str]) -> bytes:
     """Length and entries, filled up with blanks to whole pages; what is `last` ends with one."""
     entries: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-
-    def enter(name: str, dtype: str, sizes: Sequence[int], size: int) -> None:
-        nonlocal position
-        offsets = [position, position + size]
-        entries[name] = {"dtype": dtype, "shape": list(sizes), "data_offsets": offsets}
-        position += size
-
+    end = 0
     for name, tensor in tensors.items():
-        enter(name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
-        rest = -position % PAGE if name in last else 0
-        if rest:
-            enter(f"{PADDING}{len(entries)}", "U8", [rest], rest)
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        entries[name]["data_offsets"] = [start, end]
+        if name in last and (rest := -end % PAGE):
+            start, end = end, end + rest
+            padding = {"dtype": "U8", "shape": [rest], "data_offsets": [start, end]}
+            entries[f"{PADDING}{len(entries)}"] = padding
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % PAGE)
     return struct.pack("<Q", len(text)) + text

@@ -29,7 +29,6 @@ from dualform.memory.content import SegmentContent
 from dualform.memory.fields import seal, unseal
 from dualform.memory.files import LINES, MANIFEST, NUMBERED, SEGMENTS, TEMPORARY
 from dualform.memory.liveness import PROGRESS, Progress
-from dualform.memory.rewriting import content_of
 from dualform.memory.segments import OpenedMemory
 from dualform.memory.tensor_files import write_tensor_file
 from dualform.version import __version__
@@ -121,7 +120,7 @@ class MemoryWriter:
             whole = sum(segment.end <= step for segment in memory.segments)
             entries = memory.committed.entries[:whole]
             if whole < len(memory.segments) and memory.segments[whole].first_step < step:
-                content = content_of(memory, memory.segments[whole], stop=step)
+                content = memory.content(memory.segments[whole], stop=step)
                 entries.append(self._write_segment(content))
             self._write_manifest(closed=False)
             self._lines.replace(entries, files.first_link(self._manifest))

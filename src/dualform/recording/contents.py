@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.layers import Layer
 from dualform.memory.content import SegmentContent, use_table
-from dualform.memory.narrowing import lost_in_use, narrow
+from dualform.memory.narrowing import lost_in_use, narrowed
 from dualform.recording.line import Line, stacked
 from dualform.recording.recurring import Recurring
 from dualform.recording.regions import Region
@@ -37,10 +37,9 @@ class Narrowed:
         self.scales: Tensor | None = None
         if stored is None or not region.dtype.is_floating_point or region.dtype.itemsize <= 2:
             return
-        rows = torch.empty(self.full.shape, dtype=stored)
-        scales = torch.ones(len(rows)) if scaled and stored == torch.float16 else None
-        if narrow(self.full, rows, scales):
-            self.rows, self.scales = rows, scales
+        made = narrowed(self.full, stored, scaled=scaled and stored == torch.float16)
+        if made is not None:
+            self.rows, self.scales = made
 
     def read(self, here: slice) -> Tensor:
         """Some rows as a reader will see them."""
