@@ -94,7 +94,7 @@ class Contents:
             uses={
                 layer.name: use_table(
                     [
-                        [*u[:5], positions(u.tag, over), next(start), u.layout]
+                        [*u[:6], positions(u.tag, over), next(start), u.layout]
                         for u, over in zip(found, laid[layer], strict=True)
                     ],
                     [u.shape for u in found],
