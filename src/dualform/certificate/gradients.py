@@ -117,6 +117,19 @@ class Explained(ABC, Generic[T]):
             found[nth] = casts.get((at[0], layer.uses.dtype_of(use)), at), layer, use
         return sorted(found, key=itemgetter(0))
 
+    def may_meet(self, step: int) -> bool:
+        """Whether uses may be added up before they reach `.grad`, in a way that is not on record.
+
+        Casts are one for every region of autocast; code past modules, whose layers are called after
+        the weight, may use one view of a weight several times.
+        """
+        passes = [list(uses) for _, uses in groupby(self._uses(step), key=lambda use: use[0][0])]
+        return any(
+            sum(layer.uses.dtype_of(use) != self.known.dtype for _, layer, use in uses) > 1
+            or (len(uses) > 2 and any(layer.name == layer.weight for _, layer, _ in uses))
+            for uses in passes
+        )
+
     def _role(self, layer: LayerMemory) -> str:
         return "weight" if self.known.name == layer.weight else "bias"
 
