@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from dualform.memory import Memory, MemoryWriter, SegmentContent
+from dualform.memory.content import ROWS
 from dualform.memory.segments import OpenedMemory
 
 
@@ -34,12 +35,12 @@ class Forgery:
     def of_step(self, layer: str, part: str, step: int) -> Tensor:
         """The rows of one step, to be written to; none if another segment has them."""
         uses = self.content.uses[layer]
-        ends = np.cumsum(uses[:, 4])
+        ends = np.cumsum(uses[:, ROWS])
         of_step = np.flatnonzero(uses[:, 0] == step)
         if not len(of_step):
             return self.rows[layer][part][:0]
         first, last = of_step[0], of_step[-1]
-        return self.rows[layer][part][ends[first] - uses[first, 4] : ends[last]]
+        return self.rows[layer][part][ends[first] - uses[first, ROWS] : ends[last]]
 
     def line(self, step: int) -> int | None:
         """Which line of the log is a step's."""
@@ -191,7 +192,7 @@ def shuffle_rows(found: Forgery) -> None:
     rng = np.random.default_rng(0)
     for layer, parts in found.rows.items():
         start = 0
-        for rows in found.content.uses[layer][:, 4].tolist():
+        for rows in found.content.uses[layer][:, ROWS].tolist():
             order = start + rng.permutation(rows)
             for part, values in parts.items():
                 if part != "keys" or "keys.references" not in parts:

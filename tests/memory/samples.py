@@ -114,7 +114,7 @@ class Sample:
                 self.calls += 1
                 tagged = start if layer.name != "a/b%2F" else -1
                 positions = n if layer.name == "tokens" else 1
-                line = [step, 0, self.calls, 1, n, positions, tagged, int(step % 3)]
+                line = [step, 0, self.calls, self.calls, 1, n, positions, tagged, int(step % 3)]
                 uses.setdefault(layer.name, []).append(line)
                 for part, rows in self.rows_of(layer, word, n).items():
                     parts.setdefault(layer.name, {}).setdefault(part, []).append(rows)
@@ -296,7 +296,7 @@ def of_layer(memory: Memory, name: str) -> Iterator[Question]:
     for part in words.get(layer.keep, ("keys", "weight", "bias")):
         yield f"rows {name} {part}", lambda: raw(layer.read(part, 0, layer.rows))
         yield f"last {name} {part}", lambda: raw(layer.read(part, layer.rows - 1, layer.rows))
-    uses = ("step", "microbatch", "call", "dtype", "rows", "positions", "layout")
+    uses = ("step", "microbatch", "call", "order", "dtype", "rows", "positions", "layout")
     yield f"uses {name}", lambda: [getattr(layer.uses, c).tobytes() for c in uses]
     yield f"shapes {name}", lambda: [layer.uses.shape_of(i) for i in range(len(layer.uses))]
     for column in layer.patterns.names:

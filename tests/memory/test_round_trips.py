@@ -102,7 +102,11 @@ def test_calls_are_counted_in_their_pass(tmp_path: Path) -> None:
     sample = Sample()
     content = sample.content(1)
     content.uses["a/b%2F"] = use_table(
-        [[0, 0, 17, 1, 2, 1, -1, 0], [0, 0, 4, 1, 1, 1, -1, 0], [0, 1, 29, 1, 2, 1, -1, 0]],
+        [
+            [0, 0, 17, 0, 1, 2, 1, -1, 0],
+            [0, 0, 4, 1, 1, 1, 1, -1, 0],
+            [0, 1, 29, 0, 1, 2, 1, -1, 0],
+        ],
         [(2,), (1,), (2, 1)],
     )
     writer = MemoryWriter(tmp_path / "run")

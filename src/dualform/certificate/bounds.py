@@ -18,6 +18,7 @@ largest on the way, since entries cross zero; a few steps do not average.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ Reals = NDArray[np.float64]
 def spread(terms: int, *, in_turn: bool = False) -> float:
     """How many times a short sum's rounding a long one's is: torch adds up blocks of rows, and
     (`in_turn`) a norm's gradient row by row."""
-    return max(1.0, float(terms) ** 0.5 / (1 if in_turn else 16))
+    return max(1.0, sqrt(terms) / (1 if in_turn else 16))
 
 
 def sum_bound(gross: Reals) -> Reals:

@@ -4,9 +4,9 @@
 
 `ExplainedGradients` are whole gradients: own is what the layer's kind computes from the rows of
 each use. In training's dtype that gives the very bits: rows in the dtype of the product, uses of
-one backward pass added one to the other in the order of record, each pass added onto what `.grad`
-held, κ multiplied last. Where the gradient itself was kept, it is taken as it is. `Sums` are the
-same along the parameter's direction v, one number per row, for every step of a run.
+one backward pass added one to the other in the order in which it arrived at them, each pass added
+onto what `.grad` held, κ multiplied last. Where the gradient itself was kept, it is taken as it is.
+`Sums` are the same along the parameter's direction v, one number per row, for every step of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from math import prod
-from operator import add
+from operator import add, itemgetter
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -60,6 +60,9 @@ class Sum:
 
 T = TypeVar("T", Tensor, Sum)
 
+Place = tuple[int, int]
+"""Which pass of its step goes through a use, and when the use's product reaches `.grad` in it."""
+
 
 class Explained(ABC, Generic[T]):
     """One parameter's gradients, seen in one way."""
@@ -100,11 +103,32 @@ class Explained(ABC, Generic[T]):
         self._last = step, gradient
         return gradient
 
-    def _uses(self, step: int) -> list[tuple[int, LayerMemory, int]]:
-        """The uses of a step: its backward pass, the layer, the use's number there."""
+    def _uses(self, step: int) -> list[tuple[Place, LayerMemory, int]]:
+        """The uses of a step, by backward pass and order in it: the layer, the number there.
+
+        Products of fewer bits share a cast of the weight, which waits for the last of them.
+        """
         uses = ((layer, use) for layer in self.layers for use in layer.uses_of(step))
-        found = [(int(layer.uses.microbatch[use]), layer, use) for layer, use in uses]
-        return sorted(found, key=lambda use: use[0])
+        found = [(layer.uses.arrival_of(use), layer, use) for layer, use in uses]
+        found.sort(key=itemgetter(0))
+        casts = {(at[0], layer.uses.dtype_of(use)): at for at, layer, use in found}
+        casts = {cast: at for cast, at in casts.items() if cast[1] != self.known.dtype}
+        for nth, (at, layer, use) in enumerate(found):
+            found[nth] = casts.get((at[0], layer.uses.dtype_of(use)), at), layer, use
+        return sorted(found, key=itemgetter(0))
+
+    def may_meet(self, step: int) -> bool:
+        """Whether uses may be added up before they reach `.grad`, in a way that is not on record.
+
+        Casts are one for every region of autocast; code past modules, whose layers are called after
+        the weight, may use one view of a weight several times.
+        """
+        passes = [list(uses) for _, uses in groupby(self._uses(step), key=lambda use: use[0][0])]
+        return any(
+            sum(layer.uses.dtype_of(use) != self.known.dtype for _, layer, use in uses) > 1
+            or (len(uses) > 2 and any(layer.name == layer.weight for _, layer, _ in uses))
+            for uses in passes
+        )
 
     def _role(self, layer: LayerMemory) -> str:
         return "weight" if self.known.name == layer.weight else "bias"
@@ -128,8 +152,10 @@ class ExplainedGradients(Explained[Tensor]):
 
     def own(self, step: int, held: Tensor | None) -> Tensor:
         total = held
-        for _, uses in groupby(self._uses(step), key=lambda use: use[0]):
-            passed = reduce(add, (self._of_use(*use[1:]) for use in uses)).to(self.dtype)
+        for _, uses in groupby(self._uses(step), key=lambda use: use[0][0]):
+            casts = groupby(uses, key=itemgetter(0))
+            sums = (reduce(add, (self._of_use(*use[1:]) for use in cast)) for _, cast in casts)
+            passed = reduce(add, (one.to(self.dtype) for one in sums))
             total = passed if total is None else total + passed
         return torch.zeros(self.known.shape, dtype=self.dtype) if total is None else total
 
@@ -168,7 +194,7 @@ class Sums(Explained[Sum]):
 
     def own(self, step: int, held: Sum | None) -> Sum:
         zero = np.zeros(self.known.height)
-        found = (self._of_use(layer, use) for _, layer, use in self._uses(step))
+        found = (self._of_use(layer, use) for *_, layer, use in self._uses(step))
         return reduce(add, found, held or Sum(zero, zero, 0.0, np.zeros(2)))
 
     def _of_use(self, layer: LayerMemory, use: int) -> Sum:

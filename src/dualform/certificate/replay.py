@@ -268,6 +268,9 @@ def inexact(record: Record, way: Stretch) -> str:
     moved = [step for step in way.steps if record.log.moved[step]]
     if any(layer.keep == "examples" for layer in layers) and not record.is_kept[moved].all():
         return "sums of examples are not torch's sums"
+    gradients = ExplainedGradients(record.memory, record.known.name, record.known.dtype)
+    if any(map(gradients.may_meet, moved)):
+        return "several uses of it in a pass may have shared a view or a cast"
     then = phase_of(record.memory, way.steps[-1] if way.steps else 0)._asdict()
     differs = [n for n, now in here().items() if n != "threads" and then[n] not in ("", now)]
     return ", ".join(f"recorded with {n} {then[n]}, not {here()[n]}" for n in differs)

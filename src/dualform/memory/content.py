@@ -44,11 +44,12 @@ LOG: dict[str, torch.dtype] = {
 }
 """What the log says of every step and parameter, [steps, parameters]."""
 
-USE = ("step", "microbatch", "call", "dtype", "rows", "positions", "start", "layout")
+USE = ("step", "microbatch", "call", "order", "dtype", "rows", "positions", "start", "layout")
 """The columns of the table of uses, a line for every use of a layer: which backward pass of its
-step, which forward call (a number that rises), the place of the compute dtype in `COMPUTED_IN`,
-rows, positions per example, the first of its rows in the tag columns (-1: no tags), what the kind
-said of its memory. Further columns are the leading shape, -1 beyond it."""
+step, which forward call (a number that rises), as the how-manieth of all layers its pass arrived at
+it, the place of the compute dtype in `COMPUTED_IN`, rows, positions per example, the first of its
+rows in the tag columns (-1: no tags), what the kind said of its memory. Further columns are the
+leading shape, -1 beyond it."""
 ROWS, START = USE.index("rows"), USE.index("start")
 
 COMPUTED_IN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

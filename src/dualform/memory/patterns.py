@@ -37,9 +37,9 @@ class Uses:
 
     def __init__(self, layer: str, segments: Iterable[Segment]) -> None:
         self._table = stacked_uses([segment.uses(layer) for segment in segments])
-        self.step, self.microbatch, _, self.dtype, self.rows, self.positions, _, self.layout = (
-            np.ascontiguousarray(column) for column in self._table[:, : len(USE)].T
-        )
+        columns = (np.ascontiguousarray(column) for column in self._table[:, : len(USE)].T)
+        self.step, self.microbatch, _, self.order, self.dtype, *rest = columns
+        self.rows, self.positions, _, self.layout = rest
         self.start: Integers = np.cumsum(self.rows) - self.rows
         """The first row of each."""
 
@@ -50,6 +50,10 @@ class Uses:
         """Which uses a step has."""
         low, high = np.searchsorted(self.step, [step, step + 1])
         return range(int(low), int(high))
+
+    def arrival_of(self, use: int) -> tuple[int, int]:
+        """Which pass of its step went through a use, and as the how-manieth of all layers'."""
+        return int(self.microbatch[use]), int(self.order[use])
 
     def dtype_of(self, use: int) -> torch.dtype:
         """The dtype that a use was computed in."""

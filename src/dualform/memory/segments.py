@@ -28,6 +28,7 @@ from dualform.memory.content import (
     LOG,
     REFERENCES,
     ROWS,
+    START,
     USE,
     Plain,
     SegmentContent,
@@ -119,12 +120,11 @@ class Segment:
         table = self.file.tensor(name, None, (torch.int64,)).numpy()
         is_table = table.ndim == 2 and table.shape[1] >= len(USE) and len(table)
         self.need(is_table, f"{name} has shape {table.shape}")
-        step, microbatch, call, dtype, rows, positions, start, layout = table[:, : len(USE)].T
+        step, *_, dtype, rows, _, start, _ = table[:, : len(USE)].T
         in_order = (step[1:] >= step[:-1]).all() and self.first_step <= step[0]
         self.need(in_order and step[-1] < self.end, f"{name} is not of its own steps, in order")
-        counted = (microbatch, call, dtype, rows, positions, start + 1, layout)
-        known = dtype.max() < len(COMPUTED_IN) and start.max() <= self.bytes
-        known &= min(column.min() for column in counted) >= 0
+        known = dtype.max() < len(COMPUTED_IN) and -1 <= start.min() <= start.max() <= self.bytes
+        known &= np.delete(table[:, : len(USE)], START, axis=1).min() >= 0
         self.need(known and rows.max() <= total, f"{name} holds numbers that mean nothing")
         self.need(rows.sum() == total, f"{name} has {rows.sum()} rows, not {total}")
         shape = table[:, len(USE) :]

@@ -93,7 +93,7 @@ class Contents:
             uses={
                 layer.name: use_table(
                     [
-                        [*u[:5], positions(u.tag, over), next(start), u.layout]
+                        [*u[:6], positions(u.tag, over), next(start), u.layout]
                         for u, over in zip(found, laid[layer], strict=True)
                     ],
                     [u.shape for u in found],
@@ -107,7 +107,7 @@ class Contents:
             news={},
         )
 
-    def _laid_over(self, layer: Layer, use: Use) -> tuple[int, ...]:
+    def _laid_over(self, layer: Layer, use: LayerCall) -> tuple[int, ...]:
         """What tags are laid over: a use's patterns, or where examples are kept, one row each."""
         return use.shape[:1] if self._sites[layer].keep == "examples" else use.shape
 

@@ -36,7 +36,7 @@ PARCEL = 1 << 20
 
 CODE = {dtype: code for code, dtype in enumerate(COMPUTED_IN)}
 
-Parcel = list[tuple[Site, Tensor, Tensor, int, int, tuple[int, ...], Context, int, int]]
+Parcel = list[tuple[Site, Tensor, Tensor, int, int, tuple[int, ...], Context, int, int, int]]
 
 
 class Passes:
@@ -51,7 +51,7 @@ class Passes:
         self.bytes = 0
         """How much has been copied so far."""
         self._running: int | None = None
-        self._count = 0
+        self._count = self._arrived = 0
         self._parcel: Parcel = []
         self._size = 0
 
@@ -77,7 +77,9 @@ class Passes:
         versions = torch_internals.version_of(key), torch_internals.version_of(signal)
         if key.requires_grad:  # computed by training: such rows will not come again
             site.is_given = False
-        self._parcel.append((site, key, signal, *versions, shape, context, self._count, layout))
+        numbers = self._count, self._arrived
+        self._arrived += 1
+        self._parcel.append((site, key, signal, *versions, shape, context, *numbers, layout))
         self._size += size
         if self._size >= PARCEL:
             self._hand_over()
@@ -87,7 +89,7 @@ class Passes:
         if self._parcel:  # one pass inside another
             self._hand_over()
         self._running = torch_internals.running_pass()
-        self._count += 1
+        self._count, self._arrived = self._count + 1, 0
         torch_internals.at_end_of_pass(self._end)
         self.worker.wait()
         watch = self.watch
@@ -129,14 +131,15 @@ class Passes:
     # -- the worker's thread --------------------------------------------------------------------
 
     def _keep(self, parcel: Parcel, is_summing: bool) -> None:
-        for site, key, signal, of_key, of_signal, shape, context, number, layout in parcel:
+        for site, key, signal, of_key, of_signal, shape, context, number, order, layout in parcel:
             tag = None
             if site.kind.has_tags(key, shape):
                 tag = context.fitting(site.layer.name, shape, site.kind.tags_must_fit)
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)
-            code = CODE[signal.dtype]
-            site.pending.append(LayerCall(-1, number, context.call, code, rows, tag, shape, layout))
+            dtype = CODE[signal.dtype]
+            used = LayerCall(-1, number, context.call, order, dtype, rows, tag, shape, layout)
+            site.pending.append(used)
             site.was_used = True
             now = torch_internals.version_of(key), torch_internals.version_of(signal)
             if now != (of_key, of_signal):

@@ -45,6 +45,8 @@ class LayerCall(NamedTuple):
     number: int
     """Which backward pass of its step, or of the run while it is pending."""
     call: int
+    order: int
+    """As the how-manieth of all layers its pass arrived at it."""
     code: int
     """The dtype of the product, as a place in `COMPUTED_IN`."""
     rows: int
