@@ -78,7 +78,7 @@ EDITS: dict[str, tuple[str, Tamper]] = {
         lambda m: F.linear(torch.randn(3, 5).to(m[5].weight), m[5].weight).sum().backward(),
     ),
     "a gradient penalty through the backward pass": ("0.weight", gradient_penalty),
-    "part of a layer's gradients thrown away": ("0.bias", partly_thrown_away),
+    "part of a layer's gradients thrown away": ("0.weight", partly_thrown_away),
     "a tiny edit": ("3.weight", lambda m: m[3].weight.grad[2, 4].add_(1e-9)),
 }
 FLOAT64_ONLY = ("a tiny edit",)

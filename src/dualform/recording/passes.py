@@ -94,25 +94,30 @@ class Passes:
         self.worker.wait()
         watch = self.watch
         anew = [w for w in watch.parameters if is_empty(w.tensor.grad)]
-        self._drop_rows([w for w in anew if self._was_written(w)])
+        partly = self._drop_rows([w for w in anew if self._was_written(w)])
         watch.forget(anew)
+        watch.unknown[partly] = True
 
     def _was_written(self, w: Watched) -> bool:
         """Whether an empty gradient was not: patterns that add zeros are not thrown away."""
         is_summed = self.watch.resolved[w.index]
         return w.tensor.grad is None or not is_summed or self.watch.gross[w.index] != 0
 
-    def _drop_rows(self, anew: list[Watched]) -> None:
-        """Take back pending rows whose gradients were thrown away.
+    def _drop_rows(self, anew: list[Watched]) -> list[int]:
+        """Take back pending rows whose gradients were thrown away, or never reached.
 
-        Where only one of a layer's gradients was, rows cannot be both ones': of the other it is not
-        known what it holds.
+        Where another gradient still holds them, rows stay that one's: of the empty ones, which are
+        returned, it is not known what they get from now on.
         """
+        partly = []
         for site in {id(s): s for w in anew for s in w.sites if s.pending}.values():
-            site.drop_pending()
-            for _, w in site.parameters:
-                if w.tensor.requires_grad:
-                    self.watch.unknown[w.index] |= not is_empty(w.tensor.grad)
+            trained = [w for _, w in site.parameters if w.tensor.requires_grad]
+            empty = [w.index for w in trained if is_empty(w.tensor.grad)]
+            if len(empty) == len(trained):
+                site.drop_pending()
+            else:
+                partly += empty
+        return partly
 
     def _hand_over(self) -> None:
         parcel, self._parcel, self._size = self._parcel, [], 0
