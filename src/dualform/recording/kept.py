@@ -59,7 +59,7 @@ class Keeper:
         self._buffers = Buffers(model, findings)
         self.kept: list[Kept] = []
         self.recorded = 0
-        """How many bytes of rows were recorded so far."""
+        """How many bytes of rows were recorded so far, as they are stored."""
         self.due = False
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()

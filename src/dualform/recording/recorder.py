@@ -291,7 +291,7 @@ class Recorder:
         parts = self._parts
         parts.sink.end_step(line)
         parts.capture.next_step()
-        parts.keeper.recorded = parts.passes.bytes
+        parts.keeper.recorded = int(parts.passes.bytes * parts.sink.stored_share)
         step = parts.updates.step
         if parts.keeper.due or step % ANCHOR == 0:
             self._keep_state()

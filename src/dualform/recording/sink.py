@@ -57,11 +57,17 @@ class Sink:
         self._last_commit = time.monotonic()
         self._bytes_then = 0
         self._failure: BaseException | None = None
+        self._handed = self._stored = 0
 
     @property
     def steps(self) -> int:
         """How many steps are complete."""
         return self._first_step + len(self.lines)
+
+    @property
+    def stored_share(self) -> float:
+        """How much of the rows handed over was stored: less in 16 bits, or where inputs recur."""
+        return self._stored / self._handed if self._handed else 1.0
 
     def is_due(self, recorded: int) -> bool:
         """Whether so many bytes in all, or so long a time, ask for a commit."""
@@ -159,6 +165,8 @@ class Sink:
             content = self._contents.content(first, lines, full, uses)
             content.kept, content.news = kept, news
             self._writer.commit(content)
+            self._handed += sum(region.filled.nbytes for region in full.values())
+            self._stored += content.bytes
         except BaseException as error:
             self._failure = error
         for key, region in list(full.items()):
