@@ -69,7 +69,7 @@ class Passes:
         if site is None:
             return
         if not self.is_recording:  # a later step may use this gradient: its patterns are unknown
-            self.watch.unknown[[w.index for _, w in site.parameters]] = True
+            self.watch.unknown[site.indices] = True
             return
         if torch_internals.running_pass() != self._running:
             self._begin()
@@ -93,7 +93,7 @@ class Passes:
         torch_internals.at_end_of_pass(self._end)
         self.worker.wait()
         watch = self.watch
-        anew = [w for w in watch.parameters if is_empty(w.tensor.grad)]
+        anew = [w for w in watch.parameters if w.tensor.grad is None or is_empty(w.tensor.grad)]
         partly = self._drop_rows([w for w in anew if self._was_written(w)])
         watch.forget(anew)
         watch.unknown[partly] = True

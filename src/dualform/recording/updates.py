@@ -33,7 +33,7 @@ from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
-from dualform.recording.watched import Flags, Watch, Watched
+from dualform.recording.watched import Flags, LayerCall, Watch, Watched
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -178,7 +178,8 @@ class Updates:
             self._follow_owners(optimizer, moving)
         line = self._now.line
         line.moved[indices], line.setting[indices] = True, places
-        line.fresh[indices] = [remembers_nothing(optimizer.state.get(w.tensor)) for w in moving]
+        states = [(optimizer.state.get(w.tensor) or {}).values() for w in moving]
+        line.fresh[indices] = [not held or all(v is None for v in held) for held in states]
         self._write_carried(indices)
         self._now.is_seen &= self.passes.is_summing
         if self.passes.is_summing:
@@ -188,8 +189,9 @@ class Updates:
             self.watch.projections.fetch(self.watch.seen)
         scale = unscaled(optimizer)
         self._explain(indices, scale)
-        by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
-        self.keeper.keep_gradients(self.step, by_examples, scale)
+        if any(site.keep == "examples" for site in self.watch.sites.values()):
+            by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
+            self.keeper.keep_gradients(self.step, by_examples, scale)
         self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
         running.moving = moving  # unless the audit stopped the update
 
@@ -357,21 +359,22 @@ class Updates:
         """The rows of the layers that moved belong to this step."""
         numbers, watch = self._now.passes, self.watch
         moved = {w.index for w in moving}
+        settled: list[int] = []
         for site in watch.sites.values():
-            indices = [w.index for _, w in site.parameters]
-            if not site.pending or moved.isdisjoint(indices):
+            if not site.pending or moved.isdisjoint(site.indices):
                 continue
             if self.step % self.every:
                 site.drop_pending()
-                watch.unknown[indices] = True
+                watch.unknown[site.indices] = True
                 continue
+            settled += site.indices
             for use in site.pending:
                 number = numbers.setdefault(use.number, len(numbers))
-                site.uses.append(use._replace(step=self.step, number=number))
+                site.uses.append(LayerCall(self.step, number, *use[2:]))
                 site.settled += use.rows
             site.pending = []
-            self._write_carried([i for i in indices if i not in moved])
-            watch.carried[indices] = True
+        self._write_carried([i for i in settled if i not in moved])
+        watch.carried[settled] = True
 
     def _write_carried(self, indices: list[int]) -> None:
         """Write down whether gradients still hold what they held at the end of the last step.
@@ -404,11 +407,6 @@ def project(gradient: Tensor, w: Watched) -> None:
         w.seen.copy_(gradient.reshape(-1))
     else:
         torch.mv(gradient if gradient.dim() == 2 else gradient.flatten(1), w.v, out=w.seen)
-
-
-def remembers_nothing(state: Any) -> bool:
-    """Whether an optimizer remembers nothing of a parameter yet."""
-    return all(value is None for value in (state or {}).values())
 
 
 def skips(optimizer: Any) -> bool:

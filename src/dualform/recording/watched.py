@@ -76,11 +76,11 @@ class Site:
     is_given: bool = True
     """Whether its keys may come again: they are inputs that training never computed."""
 
-    @property
-    def parameters(self) -> list[tuple[str, Watched]]:
+    def __post_init__(self) -> None:
+        pairs = ("weight", self.weight), ("bias", self.bias)
+        self.parameters = [(role, w) for role, w in pairs if w is not None]
         """Its parameters with the role that each plays."""
-        found = [("weight", self.weight)]
-        return found if self.bias is None else [*found, ("bias", self.bias)]
+        self.indices = [w.index for _, w in self.parameters]
 
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
         """The parts of its rows: how wide they are, and of which type."""
@@ -134,7 +134,7 @@ class Watched:
     @property
     def by_examples(self) -> bool:
         """Whether what examples wrote explains it: then its gradient is kept for its bits."""
-        return self.is_small and any(site.keep == "examples" for site in self.sites)
+        return any(s.keep == "examples" for s in self.sites) and self.is_small
 
 
 class Watch:
