@@ -94,7 +94,7 @@ class Passes:
         self.worker.wait()
         watch = self.watch
         anew = [w for w in watch.parameters if w.tensor.grad is None or is_empty(w.tensor.grad)]
-        partly = self._drop_rows([w for w in anew if self._was_written(w)])
+        partly = self._drop_rows(anew)
         watch.forget(anew)
         watch.unknown[partly] = True
 
@@ -110,7 +110,9 @@ class Passes:
         returned, it is not known what they get from now on.
         """
         partly = []
-        for site in {id(s): s for w in anew for s in w.sites if s.pending}.values():
+        for site in {
+            id(s): s for w in anew for s in w.sites if s.pending and self._was_written(w)
+        }.values():
             trained = [w for _, w in site.parameters if w.tensor.requires_grad]
             empty = [w.index for w in trained if is_empty(w.tensor.grad)]
             if len(empty) == len(trained):

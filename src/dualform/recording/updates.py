@@ -179,7 +179,9 @@ class Updates:
         line = self._now.line
         line.moved[indices], line.setting[indices] = True, places
         states = [(optimizer.state.get(w.tensor) or {}).values() for w in moving]
-        line.fresh[indices] = [not held or all(v is None for v in held) for held in states]
+        line.fresh[indices] = [
+            next(iter(held), None) is None and all(v is None for v in held) for held in states
+        ]
         self._write_carried(indices)
         self._now.is_seen &= self.passes.is_summing
         if self.passes.is_summing:
