@@ -279,7 +279,8 @@ class _Thinning:
 def _size(content: SegmentContent) -> int:
     """About how many bytes a segment will take."""
     kept = sum(value.nbytes for *_, value in content.kept if isinstance(value, Tensor))
-    return content.bytes + kept + sum(field.nbytes for field in content.log.values())
+    rows = sum(found.nbytes for parts in content.rows.values() for _, found in parts)
+    return rows + kept + sum(field.nbytes for field in content.log.values())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.errors import RecordingError
 from dualform.memory.fields import quoted
 from dualform.memory.files import NO_VALUE
 
@@ -105,11 +104,6 @@ class SegmentContent:
     kept: list[Kept] = field(default_factory=list)
     news: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def bytes(self) -> int:
-        """The size of its rows."""
-        return sum(found.nbytes for parts in self.rows.values() for _, found in parts)
-
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of the file, and what its line says."""
         tensors: dict[str, Any] = {}
@@ -117,17 +111,11 @@ class SegmentContent:
         for layer, table in self.uses.items():
             if not len(table):
                 continue
-            tensors[column_name("uses", layer)] = table
             rows[layer], parts = int(table[:, ROWS].sum()), dict(self.rows[layer])
-            for part, found in parts.items():
-                tensors[rows_name(layer, part)] = found
-                if part == "keys" and REFERENCES in parts:
-                    distinct[layer] = len(found)
-                elif len(found) != rows[layer]:
-                    raise RecordingError(
-                        f"layer {layer!r} has {len(found)} rows of {part}, but its uses have "
-                        f"{rows[layer]}. This is a mistake in dualform; please report it"
-                    )
+            if REFERENCES in parts:
+                distinct[layer] = len(parts["keys"])
+            tensors[column_name("uses", layer)] = table
+            tensors |= {rows_name(layer, part): found for part, found in parts.items()}
         for layer, of in self.lost.items():
             tensors |= {
                 column_name("lost", layer, parameter): lost for parameter, lost in of.items()

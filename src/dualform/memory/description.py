@@ -114,6 +114,11 @@ class Description:
         self.settings: list[Any] = []
         """As JSON: a schedule brings one for every step, and few readers want them."""
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """The kind of every column: `step`, then what was tagged, then what uses say."""
+        return {"step": "int", **self.tags, **dict.fromkeys(OWN_COLUMNS, "int")}
+
     def add(self, news: dict[str, Any]) -> None:
         """Take in what a line says that the ones before did not."""
         lists = {what: exactly(list, news.get(what, [])) for what in _LISTS}

@@ -47,21 +47,15 @@ class Kept:
 
     def last(self, parameter: str, at: int) -> int:
         """The last kept state at or before `at` updates."""
-        steps = self.steps(parameter)
-        if not (place := bisect_right(steps, at)):
-            raise QueryError(
-                f"no state of {parameter!r} was kept at or before step {at}; those kept are of "
-                f"{_some(steps)}. Ask for a later step"
-            )
-        return steps[place - 1]
+        return self._last("weights", parameter, at)
 
     def weights(self, parameter: str, step: int) -> Tensor:
         """The parameter after so many updates; `QueryError` unless that was kept."""
-        return self._tensor("weights", parameter, step, self._segment(parameter, step))
+        return self._tensor("weights", parameter, step)
 
     def state(self, parameter: str, step: int) -> State:
         """What the optimizer remembered of it then, as it was; empty if there was nothing."""
-        segment = self._segment(parameter, step)
+        segment = self._segment("weights", parameter, step)
         return {
             what.removeprefix("state."): value
             for what in segment.keeps[parameter]
@@ -75,8 +69,8 @@ class Kept:
 
     def gradient(self, parameter: str, step: int) -> Tensor | None:
         """The gradient of an update as the optimizer got it; None if it was not kept."""
-        segment = self._where("gradient", parameter).get(step)
-        return None if segment is None else self._tensor("gradient", parameter, step, segment)
+        is_kept = step in self._where("gradient", parameter)
+        return self._tensor("gradient", parameter, step) if is_kept else None
 
     def fingerprints(self, parameter: str) -> tuple[NDArray[np.int64], Tensor]:
         """Steps [k], and W v, m v and the size of rows then: float64 [k, 3, height]. Where an edit
@@ -91,11 +85,7 @@ class Kept:
 
     def buffer(self, name: str, at: int) -> Tensor:
         """A buffer after so many updates: as it was when it last changed."""
-        where = self._where("buffer", name)
-        step = max((step for step in where if step <= at), default=None)
-        if step is None:
-            raise QueryError(f"buffer {name!r} was kept of {_some(tuple(where))}, not by step {at}")
-        return self._tensor("buffer", name, step, where[step])
+        return self._tensor("buffer", name, self._last("buffer", name, at))
 
     def _where(self, what: str, name: str) -> dict[int, Segment]:
         """Which segment has what was kept at a step, ascending: the last, if several do."""
@@ -116,18 +106,27 @@ class Kept:
             return named(described.buffers, name, what)
         return named(described.parameters, name, "parameter")
 
-    def _segment(self, parameter: str, step: int) -> Segment:
-        where = self._where("weights", parameter)
-        if step not in where:
+    def _last(self, what: str, name: str, at: int) -> int:
+        steps = tuple(self._where(what, name))
+        if not (place := bisect_right(steps, at)):
             raise QueryError(
-                f"the state of {parameter!r} after {step} updates was not kept; those kept are of "
+                f"what {name!r} was at or before step {at} was not kept, but of {_some(steps)}. "
+                "Ask for a later step"
+            )
+        return steps[place - 1]
+
+    def _segment(self, what: str, name: str, step: int) -> Segment:
+        if step not in (where := self._where(what, name)):
+            raise QueryError(
+                f"what {name!r} was after {step} updates was not kept, but of "
                 f"{_some(tuple(where))}. Others can be rebuilt from the one before"
             )
         return where[step]
 
-    def _tensor(self, what: str, name: str, step: int, segment: Segment) -> Tensor:
-        known, *values = self._described(what, name), *segment.kept(what, name, step)
-        return _checked(values[-1][1], known.shape, known.dtype, segment)
+    def _tensor(self, what: str, name: str, step: int) -> Tensor:
+        known, segment = self._described(what, name), self._segment(what, name, step)
+        *_, (_, value) = segment.kept(what, name, step)
+        return _checked(value, known.shape, known.dtype, segment)
 
 
 def _checked(value: Any, shape: tuple[int, ...], dtype: torch.dtype, segment: Segment) -> Tensor:

@@ -145,6 +145,7 @@ class LayerMemory:
         self._others = described.layers
         self._segments = [s for s in opened.segments if name in s.rows]
         self._starts: list[int] = np.cumsum([0, *(s.rows[name] for s in self._segments)]).tolist()
+        self._distinct = DistinctKeys(self, self._segments)
 
     @property
     def rows(self) -> int:
@@ -202,7 +203,6 @@ class LayerMemory:
     @property
     def error_signals(self) -> Tensor:
         """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
-        self.need_error_signals("reading them")
         return self.read("error_signals", 0, self.rows)
 
     def blocks(self, size: int = 4096, *, error_signals: bool = True) -> Iterator[Block]:
@@ -256,11 +256,6 @@ class LayerMemory:
             if stop >= high:
                 return
 
-    @cached_property
-    def _distinct(self) -> DistinctKeys:
-        """Of the segments in which keys that recur are stored once."""
-        return DistinctKeys(self, self._segments)
-
     def dtype_of(self, part: str) -> torch.dtype:
         """That of training: tokens are whole numbers."""
         return (part == "keys" and kinds.of(self.kind).key_dtype) or self.dtype
@@ -268,6 +263,8 @@ class LayerMemory:
     def _width(self, part: str) -> int:
         """How wide a part is; `QueryError` if the layer's rows have no such part."""
         parts = ("keys", *PARTS[self.keep][: None if self.bias else 1])
+        if part == "error_signals":
+            self.need_error_signals("reading them")
         if part not in parts:
             raise QueryError(
                 f"{part} of layer {self.name!r} were asked for; of it {', '.join(parts)} are kept"

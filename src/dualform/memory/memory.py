@@ -29,7 +29,6 @@ from dualform.memory.fields import named, reading
 from dualform.memory.kept import Kept
 from dualform.memory.layer import LayerMemory
 from dualform.memory.liveness import Progress
-from dualform.memory.patterns import column_kinds
 from dualform.memory.segments import OpenedMemory
 from dualform.memory.tensor_files import TensorFile
 
@@ -104,7 +103,7 @@ class Memory:
     @property
     def columns(self) -> tuple[str, ...]:
         """The pattern columns: `step`, then what was tagged, then position, microbatch and call."""
-        return tuple(column_kinds(self.opened))
+        return tuple(self.opened.description.columns)
 
     def layer(self, name: str) -> LayerMemory:
         """One layer's keys, error signals and pattern columns."""

@@ -93,7 +93,7 @@ class Patterns:
     def __init__(self, opened: OpenedMemory, layer: str) -> None:
         self._opened, self._layer = opened, layer
         self._segments = [s for s in opened.segments if layer in s.rows]
-        self._kinds = column_kinds(opened)
+        self._kinds = opened.description.columns
         self._stored: dict[str, NDArray[Any]] = {}
 
     @cached_property
@@ -242,8 +242,3 @@ class Patterns:
                     f"no recorded pattern has {column}={value!r}; {column!r} takes the "
                     f"{len(known)} values {shown}"
                 )
-
-
-def column_kinds(opened: OpenedMemory) -> dict[str, str]:
-    """The kind of every column: `step`, then what was tagged, then what follows from the uses."""
-    return {"step": "int", **opened.description.tags, **dict.fromkeys(OWN_COLUMNS, "int")}

@@ -196,14 +196,17 @@ def refusing(path: Path) -> Iterator[None]:
 
 
 def _claim(path: Path, *, overwrite: bool) -> None:
-    """Make sure the directory is ours to write to; touch nothing in it."""
-    found = [*path.iterdir(), *path.glob(f"{SEGMENTS}/*")]
-    if foreign := sorted(str(f.relative_to(path)) for f in found if not _is_ours(path, f)):
+    """Make sure that all that is there is a recorder's, and may be deleted; touch nothing."""
+    is_there = (path / MANIFEST).is_file()
+    own = {path / SEGMENTS, path / PROGRESS, *(path / name for name in OWN), *_numbered(path)}
+    if is_there and files.FORMAT.encode() in (path / MANIFEST).read_bytes():
+        own.add(path / MANIFEST)
+    if foreign := {*path.iterdir(), *path.glob(f"{SEGMENTS}/*")} - own:
+        names = sorted(str(file.relative_to(path)) for file in foreign)
         raise RecordingError(
-            f"{path} holds files that are not a memory's ({', '.join(foreign[:5])}); nothing was "
+            f"{path} holds files that are not a memory's ({', '.join(names[:5])}); nothing was "
             "touched. Choose an empty or a new directory"
         )
-    is_there = (path / MANIFEST).exists()
     if not overwrite and (is_there or _numbered(path)):
         gone = "" if is_there else f", but its {MANIFEST} is gone: restore it, if you can"
         raise RecordingError(
@@ -213,19 +216,9 @@ def _claim(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def _is_ours(path: Path, file: Path) -> bool:
-    """Whether a recorder made it: no `overwrite` may ever delete anything else."""
-    if file.is_dir():
-        return file == path / SEGMENTS
-    if file.parent != path:
-        return file.parent == path / SEGMENTS and NUMBERED.fullmatch(file.name) is not None
-    if file.name == MANIFEST:
-        return files.FORMAT.encode() in file.read_bytes()
-    return file.name in (*OWN, PROGRESS)
-
-
 def _numbered(path: Path) -> list[Path]:
-    return [file for file in path.glob(f"{SEGMENTS}/*") if NUMBERED.fullmatch(file.name)]
+    found = path.glob(f"{SEGMENTS}/*")
+    return [file for file in found if NUMBERED.fullmatch(file.name) and file.is_file()]
 
 
 def clear_directory(path: Path) -> None:
