@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ MANIFEST = "manifest.json"
 LINES = "segments.jsonl"
 SEGMENTS = "segments"
 TEMPORARY = ".tmp"
+NEW = os.O_CREAT | os.O_TRUNC
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` are called."""
 
@@ -77,17 +79,33 @@ def sync_directory(path: Path) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Put content in place of a file, atomically and for good."""
     temporary = path.with_name(path.name + TEMPORARY)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    write_synced(temporary, NEW, [content])
+    os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def write_synced(
+    path: Path, flags: int, blocks: Iterable[bytes | memoryview]
+) -> list[tuple[int, int]]:
+    """Write blocks for good; return size and crc32 of each. A new file is whole or not there."""
+    written = []
+    try:
+        descriptor = os.open(path, flags | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            for block in blocks:
+                rest = memoryview(block)
+                written.append((len(rest), crc32(rest)))
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        if flags & os.O_CREAT:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise
+    return written
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -131,6 +131,7 @@ class LayerMemory:
     in_features = cached_property[int](attrgetter("layer.in_features"))
     out_features = cached_property[int](attrgetter("layer.out_features"))
     rows_of = cached_property[Callable[[str], slice]](attrgetter("layer.rows_of"))
+    uses = cached_property[Uses](attrgetter("patterns.uses"))
 
     def __init__(self, opened: OpenedMemory, name: str) -> None:
         described = opened.description
@@ -185,11 +186,6 @@ class LayerMemory:
         [uses, 2], as the writer measured it; 0 where rows are exact."""
         found = [s.lost(self.name, parameter) for s in self._segments]
         return np.concatenate([np.zeros((0, 2)), *found])
-
-    @property
-    def uses(self) -> Uses:
-        """Every use of the layer: its step, pass, call, dtype, rows and leading shape."""
-        return self.patterns.uses
 
     def uses_of(self, step: int) -> range:
         """Which uses a step has, as places in `uses`."""

@@ -57,18 +57,16 @@ class MemoryWriter:
             path.mkdir(parents=True, exist_ok=True)
             _claim(path, overwrite=overwrite or resume)
             self.progress = Progress(path)
-        try:
-            with refusing(path):
-                # once more: another recorder may have come and gone
-                _claim(path, overwrite=overwrite or resume)
+            try:
+                _claim(path, overwrite=overwrite or resume)  # another may have come and gone
                 if not resume:
                     clear_directory(path)
                     (path / SEGMENTS).mkdir(exist_ok=True)
                     files.replace_file(path / LINES, b"")
                     self.progress.set(0)
-        except BaseException:
-            self.progress.release()
-            raise
+            except BaseException:
+                self.progress.release()
+                raise
 
     def begin(self, description: Mapping[str, Any], *, write: bool = True) -> None:
         """Say what the run is: every, stored, parameters, buffers, environment, phases, remarks;
@@ -155,19 +153,13 @@ class _Lines:
     def append(self, entry: dict[str, Any]) -> None:
         """Add a line for good. What is cut off half way is taken away, now or before the next."""
         line = seal("segment", entry, self._last)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        os.truncate(self._path, self._length)
         try:
-            os.ftruncate(descriptor, self._length)
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
+            files.write_synced(self._path, os.O_APPEND, [line])
         except BaseException:
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, self._length)
+                os.truncate(self._path, self._length)
             raise
-        finally:
-            os.close(descriptor)
         self._count(line)
 
     def replace(self, entries: Sequence[dict[str, Any]], first: int) -> None:
