@@ -38,16 +38,23 @@ class Kept:
     """
 
     def __init__(self, opened: OpenedMemory) -> None:
-        self._opened = opened
+        self._opened, known = opened, opened.description
+        self._described: dict[str, Any] = {**known.parameters, **known.buffers}
         self._known: dict[tuple[str, str], dict[int, Segment]] = {}
 
     def steps(self, parameter: str) -> tuple[int, ...]:
         """After how many updates its state was kept, ascending."""
         return tuple(self._where("weights", parameter))
 
-    def last(self, parameter: str, at: int) -> int:
-        """The last kept state at or before `at` updates."""
-        return self._last("weights", parameter, at)
+    def last(self, name: str, at: int, *, what: str = "weights") -> int:
+        """The last step at or before `at` after which it was kept."""
+        steps = tuple(self._where(what, name))
+        if not (place := bisect_right(steps, at)):
+            raise QueryError(
+                f"what {name!r} was at or before step {at} was not kept, but of {_some(steps)}. "
+                "Ask for a later step"
+            )
+        return steps[place - 1]
 
     def weights(self, parameter: str, step: int) -> Tensor:
         """The parameter after so many updates; `QueryError` unless that was kept."""
@@ -75,7 +82,7 @@ class Kept:
     def fingerprints(self, parameter: str) -> tuple[NDArray[np.int64], Tensor]:
         """Steps [k], and W v, m v and the size of rows then: float64 [k, 3, height]. Where an edit
         was found there are two of one step: before and after it."""
-        shape = (3, self._described("fingerprint", parameter).height)
+        shape = (3, named(self._opened.description.parameters, parameter, "parameter").height)
         steps, prints = [], [torch.empty(0, *shape, dtype=torch.float64)]
         for segment in self._opened.segments:
             for step, value in segment.kept("fingerprint", parameter):
@@ -85,12 +92,12 @@ class Kept:
 
     def buffer(self, name: str, at: int) -> Tensor:
         """A buffer after so many updates: as it was when it last changed."""
-        return self._tensor("buffer", name, self._last("buffer", name, at))
+        return self._tensor("buffer", name, self.last(name, at, what="buffer"))
 
     def _where(self, what: str, name: str) -> dict[int, Segment]:
         """Which segment has what was kept at a step, ascending: the last, if several do."""
         if (what, name) not in self._known:
-            self._described(what, name)
+            named(self._described, name, "parameter or buffer")
             found = {
                 step: segment
                 for segment in self._opened.segments
@@ -99,21 +106,6 @@ class Kept:
             }
             self._known[what, name] = dict(sorted(found.items()))
         return self._known[what, name]
-
-    def _described(self, what: str, name: str) -> Any:
-        described = self._opened.description
-        if what == "buffer":
-            return named(described.buffers, name, what)
-        return named(described.parameters, name, "parameter")
-
-    def _last(self, what: str, name: str, at: int) -> int:
-        steps = tuple(self._where(what, name))
-        if not (place := bisect_right(steps, at)):
-            raise QueryError(
-                f"what {name!r} was at or before step {at} was not kept, but of {_some(steps)}. "
-                "Ask for a later step"
-            )
-        return steps[place - 1]
 
     def _segment(self, what: str, name: str, step: int) -> Segment:
         if step not in (where := self._where(what, name)):
@@ -124,7 +116,7 @@ class Kept:
         return where[step]
 
     def _tensor(self, what: str, name: str, step: int) -> Tensor:
-        known, segment = self._described(what, name), self._segment(what, name, step)
+        known, segment = self._described[name], self._segment(what, name, step)
         *_, (_, value) = segment.kept(what, name, step)
         return _checked(value, known.shape, known.dtype, segment)
 
