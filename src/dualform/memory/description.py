@@ -82,13 +82,6 @@ class Event(NamedTuple):
     to: int | None
 
 
-class KeptLayer(NamedTuple):
-    """A recorded layer, and what is kept of it: "patterns", "keys" or "examples"."""
-
-    layer: Layer
-    keep: str
-
-
 class Description:
     """Everything a memory says of its model, after the lines that were added."""
 
@@ -106,7 +99,8 @@ class Description:
         self.buffers = {buffer.name: buffer for buffer in buffers}
         self.environment = exactly(dict, manifest["environment"])
         self.phases = tuple(map(_phase, exactly(list, manifest["phases"])))
-        self.layers: dict[str, KeptLayer] = {}
+        self.layers: dict[str, tuple[Layer, str]] = {}
+        """And what is kept of each: "patterns", "keys" or "examples"."""
         self.tags: dict[str, str] = {}
         self.strings: dict[str, list[str]] = {}
         self.events: list[Event] = []
@@ -141,7 +135,7 @@ class Description:
     def _add_layer(self, entry: dict[str, Any]) -> None:
         keep = chosen(entry["keep"], KEEP[:3])
         layer = Layer.from_json({k: v for k, v in entry.items() if k != "keep"})
-        if self.layers.setdefault(layer.name, KeptLayer(layer, keep)) != (layer, keep):
+        if self.layers.setdefault(layer.name, (layer, keep)) != (layer, keep):
             raise ValueError(f"layer {layer.name!r} is described twice, and differently")
         for name in layer.parameters:
             known, rows = self.parameters[name], layer.rows_of(name)

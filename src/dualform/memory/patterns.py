@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from dualform.errors import QueryError
 from dualform.memory.content import COMPUTED_IN, ROWS, START, USE, stacked_uses
-from dualform.memory.description import OWN_COLUMNS
 from dualform.memory.fields import damaged, named
 from dualform.memory.files import NO_VALUE
 from dualform.memory.segments import OpenedMemory, Segment
@@ -149,8 +148,8 @@ class Patterns:
         """Numbers, or codes of strings; `NO_VALUE` or NaN where there is none."""
         named(self._kinds, column, "column")
         if column not in self._stored:
-            is_own = column in ("step", *OWN_COLUMNS)
-            self._stored[column] = self.uses.column(column) if is_own else self._tags(column)
+            is_tag = column in self._opened.description.tags
+            self._stored[column] = self._tags(column) if is_tag else self.uses.column(column)
         return self._stored[column]
 
     def _tags(self, column: str) -> NDArray[Any]:

@@ -245,7 +245,7 @@ class OpenedMemory:
                 continue
             content.uses[layer] = uses
             content.rows[layer] = list(segment.parts(layer, int(uses[:, ROWS].sum())))
-            for parameter in known.layers[layer].layer.parameters:
+            for parameter in known.layers[layer][0].parameters:
                 if (lost := segment.lost(layer, parameter)[: len(uses)]).any():
                     content.lost.setdefault(layer, {})[parameter] = lost
         for column, kind in known.tags.items():
