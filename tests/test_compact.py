@@ -236,13 +236,10 @@ def test_what_16_bits_cannot_hold_stays_as_it_was_and_is_said(period: int, tmp_p
     assert torch.equal(ours.layer("fc2").keys, wide.layer("fc2").keys.half().float())
 
 
-def test_small_segments_are_joined_and_recurring_inputs_stay_stored_once(
-    recorded: Any, tmp_path: Path
-) -> None:
+def test_recurring_inputs_stay_stored_once(recorded: Any, tmp_path: Path) -> None:
     source = Memory.open(recorded("recurring inputs"))
     dualform.compact(source, tmp_path / "made", dtype="bfloat16")
     both = source, Memory.open(tmp_path / "made")
-    assert [len(memory.opened.segments) for memory in both] == [6, 1]
     found = [memory.layer("fc1").distinct for memory in both]
     assert [distinct.rows for distinct in found if distinct is not None] == [40, 40]
 

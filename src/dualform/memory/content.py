@@ -1,8 +1,7 @@
 """What a segment is made of: whole steps, ready to be written, and the names of their tensors.
 
 There are four families of tensors: rows, columns, the log, what was kept. The recorder hands them
-over by layer, field and parameter; this file alone knows what they are called. Two that follow one
-another can be joined, for a smaller memory has fewer files.
+over by layer, field and parameter; this file alone knows what they are called.
 
 Why it is hard: what was kept may change its type in mid-segment (another optimizer takes over), and
 the same step may be kept twice (before and after an edit). Tensors of one type and shape are
@@ -12,7 +11,7 @@ stacked; a step's last state counts, as a whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.memory.fields import quoted
-from dualform.memory.files import NO_VALUE
 
 Array = NDArray[Any]
 Plain = None | bool | int | float | str
@@ -155,52 +153,3 @@ def _by_nature(kept: Sequence[Kept]) -> dict[str, tuple[list[int], list[Tensor]]
         steps.append(step)
         values.append(value)
     return found
-
-
-# -- two segments as one ---------------------------------------------------------------------------
-
-
-def joined(one: SegmentContent, other: SegmentContent) -> SegmentContent | None:
-    """Make one segment of two that follow one another; None if a layer's rows differ in type."""
-    found = SegmentContent(one.first_step, one.steps + other.steps)
-    found.kept, found.news = one.kept + other.kept, _both(one.news, other.news)
-    lengths = [max(map(len, of.tags.values()), default=0) for of in (one, other)]
-    for layer in one.uses | other.uses:
-        before, after = (dict(of.rows.get(layer, ())) for of in (one, other))
-        if before and after and not _can_follow(before, after):
-            return None
-        both = [[of[part] for of in (before, after) if part in of] for part in before | after]
-        found.rows[layer] = list(zip(before | after, map(torch.cat, both), strict=True))
-        uses = [of.uses.get(layer, stacked_uses([])).copy() for of in (one, other)]
-        uses[1][:, START] += np.where(uses[1][:, START] < 0, 0, lengths[0])
-        found.uses[layer] = stacked_uses(uses)
-        lost = [of.lost.get(layer, {}) for of in (one, other)]
-        none = [np.zeros((len(table), 2)) for table in uses]
-        found.lost[layer] = {name: _following(lost, name, none) for name in lost[0] | lost[1]}
-    for column, known in (one.tags | other.tags).items():
-        blank = np.nan if known.dtype.kind == "f" else NO_VALUE
-        blanks = [np.full(length, blank) for length in lengths]
-        found.tags[column] = _following([one.tags, other.tags], column, blanks)
-    logs = [of.log for of in (one, other) if of.log]
-    found.log = {name: np.concatenate([log[name] for log in logs]) for name in LOG if logs}
-    return found
-
-
-def _following(of: Sequence[dict[str, Array]], name: str, blanks: Sequence[Array]) -> Array:
-    return np.concatenate([known.get(name, blank) for known, blank in zip(of, blanks, strict=True)])
-
-
-def _can_follow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Whether rows may lie behind others: of one type, scaled or not, references or not."""
-    keys = {"keys"} if REFERENCES in before else set()  # there may be no new one to refer to
-    same = before.keys() - keys == after.keys() - keys
-    return same and all(before[p].dtype == after[p].dtype for p in before.keys() & after.keys())
-
-
-def _both(one: Any, other: Any) -> Any:
-    """News of two lines as one: lists go on, what is said by name is said of more names."""
-    if isinstance(one, list):
-        return one + other
-    if not isinstance(one, dict):
-        return other
-    return one | other | {name: _both(one[name], other[name]) for name in one.keys() & other}
