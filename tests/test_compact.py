@@ -27,7 +27,8 @@ from dualform.certificate.checks import verify
 from dualform.certificate.report import BITS, KEPT, LITTLE, ROUNDED
 from dualform.errors import MemoryFileError, RecordingError
 from dualform.memory import Memory
-from dualform.memory.files import MANIFEST, write_manifest
+from dualform.memory.fields import seal
+from dualform.memory.files import MANIFEST
 from dualform.memory.liveness import Progress
 
 
@@ -98,7 +99,8 @@ def record(
 def died(path: Path) -> None:
     """A recording that died three steps after its last commit."""
     record(path)
-    write_manifest(path, Memory.open(path).opened.committed.manifest | {"closed": False})
+    manifest = Memory.open(path).opened.committed.manifest | {"closed": False}
+    (path / MANIFEST).write_bytes(seal("manifest", manifest))
     progress = Progress(path)
     progress.set(27)
     progress.release()

@@ -95,8 +95,7 @@ class Description:
             parameter = Parameter(*_tensor(entry), *_kept_as(entry), index)
             if self.parameters.setdefault(parameter.name, parameter) is not parameter:
                 raise ValueError(f"{parameter.name!r} occurs twice")
-        buffers = map(_tensor, exactly(list, manifest["buffers"]))
-        self.buffers = {buffer.name: buffer for buffer in buffers}
+        self.buffers = {b.name: b for b in map(_tensor, exactly(list, manifest["buffers"]))}
         self.environment = exactly(dict, manifest["environment"])
         self.phases = tuple(map(_phase, exactly(list, manifest["phases"])))
         self.layers: dict[str, tuple[Layer, str]] = {}

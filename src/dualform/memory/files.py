@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualform.errors import MemoryFileError, RecordingError
-from dualform.memory.fields import WRONG, crc32, damaged, exactly, reading, seal, unseal
+from dualform.memory.fields import WRONG, crc32, damaged, exactly, reading, unseal
 
 FORMAT = "dualform memory"
 SCHEMA = 2
@@ -37,7 +37,7 @@ MANIFEST = "manifest.json"
 LINES = "segments.jsonl"
 SEGMENTS = "segments"
 TEMPORARY = ".tmp"
-NEW = os.O_CREAT | os.O_TRUNC
+NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` are called."""
 
@@ -69,11 +69,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 def sync_directory(path: Path) -> None:
     """Make renames and new files in a directory survive a power cut."""
     with contextlib.suppress(OSError):  # some file systems cannot; the rename itself is atomic
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_synced(path, os.O_RDONLY, [])
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -90,7 +86,7 @@ def write_synced(
     """Write blocks for good; return size and crc32 of each. A new file is whole or not there."""
     written = []
     try:
-        descriptor = os.open(path, flags | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o644)
+        descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)
         try:
             for block in blocks:
                 rest = memoryview(block)
@@ -106,10 +102,6 @@ def write_synced(
                 path.unlink()
         raise
     return written
-
-
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    replace_file(directory / MANIFEST, seal("manifest", manifest))
 
 
 def first_link(manifest: dict[str, Any]) -> int:

@@ -23,9 +23,6 @@ from dualform.errors import QueryError
 from dualform.memory.fields import damaged, named
 from dualform.memory.segments import OpenedMemory, Segment
 
-State = dict[str, Any]
-"""What an optimizer remembers of one parameter: tensors and plain numbers, by torch's own names."""
-
 
 class Kept:
     """What was kept of parameters, by name and number of updates. Tensors are mapped: clone them
@@ -60,8 +57,8 @@ class Kept:
         """The parameter after so many updates; `QueryError` unless that was kept."""
         return self._tensor("weights", parameter, step)
 
-    def state(self, parameter: str, step: int) -> State:
-        """What the optimizer remembered of it then, as it was; empty if there was nothing."""
+    def state(self, parameter: str, step: int) -> dict[str, Any]:
+        """What the optimizer remembered of it then, by torch's own names; empty if nothing."""
         segment = self._segment("weights", parameter, step)
         return {
             what.removeprefix("state."): value

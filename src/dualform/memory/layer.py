@@ -25,12 +25,11 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.layers import kinds
-from dualform.memory.content import SCALES
+from dualform.memory.content import COMPUTED_IN, SCALES
 from dualform.memory.patterns import Patterns, Uses
 from dualform.memory.segments import OpenedMemory, Segment
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 PARTS = {"patterns": ("error_signals",), "keys": (), "examples": ("weight", "bias")}
 """What there is of a layer's rows besides keys, by how it is kept."""
@@ -272,7 +271,7 @@ class LayerMemory:
     def stored_rows(self, part: str, segment: Segment, rows: slice) -> Tensor:
         """Rows as they lie on disk, checked for what they can be."""
         are_tokens = not self.dtype_of(part).is_floating_point
-        dtypes = INTEGERS if are_tokens else FLOATS
+        dtypes = INTEGERS if are_tokens else COMPUTED_IN
         stored = segment.read_rows(self.name, part, self._width(part), dtypes, rows)
         if are_tokens and len(stored):
             known = 0 <= int(stored.min()) <= int(stored.max()) < self.in_features

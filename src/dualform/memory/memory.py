@@ -32,9 +32,6 @@ from dualform.memory.liveness import Progress
 from dualform.memory.segments import OpenedMemory
 from dualform.memory.tensor_files import TensorFile
 
-Callback = Callable[[int, int], None]
-"""Progress: called with (done, total)."""
-
 
 @dataclass(frozen=True)
 class ParameterLog:
@@ -203,8 +200,9 @@ class Memory:
         segments = self.opened.segments
         return len(self.opened.committed.content) + sum(segment.bytes for segment in segments)
 
-    def check(self, progress: Callback | None = None) -> None:
-        """Compare every byte with its checksum; `MemoryFileError` names what does not match."""
+    def check(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compare every byte with its checksum; `MemoryFileError` names what does not match.
+        `progress` is called with (done, total)."""
         OpenedMemory(self.path)
         total = len(self.opened.segments)
         for done, segment in enumerate(self.opened.segments, 1):

@@ -140,9 +140,8 @@ class Patterns:
 
     def values(self, column: str) -> list[Any]:
         """The distinct values of a column, sorted; no-value left out."""
-        distinct = np.unique(self._column(column))
-        missing = np.isnan(distinct) if distinct.dtype.kind == "f" else distinct == NO_VALUE
-        return sorted(self._decoded(column, distinct[~missing]).tolist())
+        found = self._decoded(column, np.unique(self._column(column))).tolist()
+        return sorted(value for value in found if value is not None and value == value)
 
     def _column(self, column: str) -> NDArray[Any]:
         """Numbers, or codes of strings; `NO_VALUE` or NaN where there is none."""

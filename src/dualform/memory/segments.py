@@ -190,15 +190,14 @@ class Segment:
                 self.need(pairs and values.shape[1:][-1:] == (2,), f"{name} holds no pairs")
                 values = torch.view_as_complex(values.clone())  # they need not lie evenly
             for step, value in zip(steps, values, strict=True):
-                if at in (None, step):
-                    yield step, self._plain(name, value) if dtype == "json" else value
-
-    def _plain(self, name: str, value: Tensor) -> Plain:
-        with reading(f"{name} of {self.path}"):
-            found: Plain = json.loads(value.numpy().tobytes())
-            if not isinstance(found, Plain):
-                raise TypeError(f"{found!r:.100} is no plain value")
-            return found
+                found: Tensor | Plain = value
+                if at not in (None, step):
+                    continue
+                if dtype == "json":
+                    with reading(f"{name} of {self.path}"):
+                        found = json.loads(value.numpy().tobytes())
+                    self.need(isinstance(found, Plain), f"{name} holds no plain value")
+                yield step, found
 
 
 class OpenedMemory:

@@ -141,7 +141,7 @@ class MemoryWriter:
     def _write_manifest(self, *, closed: bool) -> None:
         """What a closed memory holds is counted, so that a line that is missing is missed."""
         counted = {"segments": self._lines.count, "steps": self.steps, "closed": closed}
-        files.write_manifest(self.path, self._manifest | counted)
+        files.replace_file(self.path / MANIFEST, seal("manifest", self._manifest | counted))
 
 
 class _Lines:
@@ -155,7 +155,7 @@ class _Lines:
         line = seal("segment", entry, self._last)
         os.truncate(self._path, self._length)
         try:
-            files.write_synced(self._path, os.O_APPEND, [line])
+            files.write_synced(self._path, os.O_WRONLY | os.O_APPEND, [line])
         except BaseException:
             with contextlib.suppress(OSError):
                 os.truncate(self._path, self._length)
