@@ -1,8 +1,8 @@
-"""A recorded memory made smaller: fewer layers, no error signals, 16 bits, fewer files.
+"""A recorded memory made smaller: fewer layers, no error signals, 16 bits.
 
 Segment after segment is read back as what it was written from, thinned out, and written anew into
-another directory; small segments are joined. What is gone is not summed up: a parameter whose
-patterns go is *values* from then on, and its kept states say what it learned.
+another directory. What is gone is not summed up: a parameter whose patterns go is *values* from
+then on, and its kept states say what it learned.
 
 Why it is hard: a certificate must not take for explained what no longer is, nor for exact what was
 rounded. So explained gradients and parameters are taken back with the patterns, and what 16 bits
@@ -13,7 +13,7 @@ the end or none: the manifest is written last, and what was cut off before it is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -30,7 +30,7 @@ from dualform.certificate.checks import verify
 from dualform.certificate.report import Verification
 from dualform.errors import RecordingError
 from dualform.memory import LayerMemory, Memory, MemoryWriter, SegmentContent
-from dualform.memory.content import ROWS, SCALES, joined
+from dualform.memory.content import ROWS, SCALES
 from dualform.memory.files import MANIFEST, SEGMENTS, local_path
 from dualform.memory.liveness import PROGRESS, Progress
 from dualform.memory.narrowing import lost_in_use, narrowed
@@ -38,9 +38,6 @@ from dualform.memory.segments import Segment
 from dualform.memory.writing import clear_directory
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-SEGMENT_BYTES = 64 << 20
-"""Up to this many bytes of rows segments are joined."""
 
 Callback = Callable[[int, int], None]
 Names = str | Iterable[str]
@@ -121,7 +118,7 @@ def compact(
     writer = MemoryWriter(path, overwrite=overwrite)
     try:
         writer.begin(thinning.manifest(), write=False)
-        for content in thinning.contents():
+        for content in map(thinning.content, memory.opened.segments):
             writer.commit(content)
             report(content.first_step + content.steps, 2 * max(1, memory.steps))
         writer.progress.set(Progress.read(memory.path) or 0)
@@ -169,20 +166,7 @@ class _Thinning:
         listed = [p | values if p["name"] in self._values else p for p in manifest["parameters"]]
         return manifest | {"parameters": listed, "stored": _name(self._stored)}
 
-    def contents(self) -> Iterator[SegmentContent]:
-        """Thin out every segment; join those that are small."""
-        waiting: SegmentContent | None = None
-        for segment in self._memory.opened.segments:
-            content, both = self._content(segment), None
-            if waiting is not None and _size(waiting) + _size(content) <= SEGMENT_BYTES:
-                both = joined(waiting, content)
-            if waiting is not None and both is None:
-                yield waiting
-            waiting = both or content
-        if waiting is not None:
-            yield waiting
-
-    def _content(self, segment: Segment) -> SegmentContent:
+    def content(self, segment: Segment) -> SegmentContent:
         """Read a segment back, without what is not wanted."""
         content = self._memory.opened.content(segment)
         for name in self._gone:
@@ -274,12 +258,6 @@ class _Thinning:
         for name, count in self._wide.items():
             said.append(f"{stored} cannot hold {count} tensors of layer {name}: kept as trained")
         return said
-
-
-def _size(content: SegmentContent) -> int:
-    """About how many bytes a segment will take."""
-    kept = sum(value.nbytes for *_, value in content.kept if isinstance(value, Tensor))
-    return content.bytes + kept + sum(field.nbytes for field in content.log.values())
 
 
 def _name(dtype: torch.dtype) -> str:

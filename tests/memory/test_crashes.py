@@ -21,7 +21,7 @@ from dualform.memory.liveness import Progress, _open
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-ACTS = ("replace", "fsync", "write", "unlink", "ftruncate", "open", "mkdir")
+ACTS = ("replace", "fsync", "write", "unlink", "truncate", "open", "mkdir")
 """What a writer does to a disk: it may die before any of them."""
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_costs_one_commit_and_nothing_else(tmp_path: Path) -> None:
     content = sample.content(3)
 
     def fail(name: str, args: tuple[Any, ...]) -> None:
-        if name not in ("unlink", "ftruncate"):
+        if name not in ("unlink", "truncate"):
             come_half_way(name, args)
             raise OSError(errno.ENOSPC, "No space left on device")
 

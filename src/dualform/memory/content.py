@@ -1,8 +1,7 @@
 """What a segment is made of: whole steps, ready to be written, and the names of their tensors.
 
 There are four families of tensors: rows, columns, the log, what was kept. The recorder hands them
-over by layer, field and parameter; this file alone knows what they are called. Two that follow one
-another can be joined, for a smaller memory has fewer files.
+over by layer, field and parameter; this file alone knows what they are called.
 
 Why it is hard: what was kept may change its type in mid-segment (another optimizer takes over), and
 the same step may be kept twice (before and after an edit). Tensors of one type and shape are
@@ -12,7 +11,7 @@ stacked; a step's last state counts, as a whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.errors import RecordingError
 from dualform.memory.fields import quoted
-from dualform.memory.files import NO_VALUE
 
 Array = NDArray[Any]
 Plain = None | bool | int | float | str
@@ -106,11 +103,6 @@ class SegmentContent:
     kept: list[Kept] = field(default_factory=list)
     news: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def bytes(self) -> int:
-        """The size of its rows."""
-        return sum(found.nbytes for parts in self.rows.values() for _, found in parts)
-
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of the file, and what its line says."""
         tensors: dict[str, Any] = {}
@@ -118,17 +110,11 @@ class SegmentContent:
         for layer, table in self.uses.items():
             if not len(table):
                 continue
-            tensors[column_name("uses", layer)] = table
             rows[layer], parts = int(table[:, ROWS].sum()), dict(self.rows[layer])
-            for part, found in parts.items():
-                tensors[rows_name(layer, part)] = found
-                if part == "keys" and REFERENCES in parts:
-                    distinct[layer] = len(found)
-                elif len(found) != rows[layer]:
-                    raise RecordingError(
-                        f"layer {layer!r} has {len(found)} rows of {part}, but its uses have "
-                        f"{rows[layer]}. This is a mistake in dualform; please report it"
-                    )
+            if REFERENCES in parts:
+                distinct[layer] = len(parts["keys"])
+            tensors[column_name("uses", layer)] = table
+            tensors |= {rows_name(layer, part): found for part, found in parts.items()}
         for layer, of in self.lost.items():
             tensors |= {
                 column_name("lost", layer, parameter): lost for parameter, lost in of.items()
@@ -168,52 +154,3 @@ def _by_nature(kept: Sequence[Kept]) -> dict[str, tuple[list[int], list[Tensor]]
         steps.append(step)
         values.append(value)
     return found
-
-
-# -- two segments as one ---------------------------------------------------------------------------
-
-
-def joined(one: SegmentContent, other: SegmentContent) -> SegmentContent | None:
-    """Make one segment of two that follow one another; None if a layer's rows differ in type."""
-    found = SegmentContent(one.first_step, one.steps + other.steps)
-    found.kept, found.news = one.kept + other.kept, _both(one.news, other.news)
-    lengths = [max(map(len, of.tags.values()), default=0) for of in (one, other)]
-    for layer in one.uses | other.uses:
-        before, after = (dict(of.rows.get(layer, ())) for of in (one, other))
-        if before and after and not _can_follow(before, after):
-            return None
-        both = [[of[part] for of in (before, after) if part in of] for part in before | after]
-        found.rows[layer] = list(zip(before | after, map(torch.cat, both), strict=True))
-        uses = [of.uses.get(layer, stacked_uses([])).copy() for of in (one, other)]
-        uses[1][:, START] += np.where(uses[1][:, START] < 0, 0, lengths[0])
-        found.uses[layer] = stacked_uses(uses)
-        lost = [of.lost.get(layer, {}) for of in (one, other)]
-        none = [np.zeros((len(table), 2)) for table in uses]
-        found.lost[layer] = {name: _following(lost, name, none) for name in lost[0] | lost[1]}
-    for column, known in (one.tags | other.tags).items():
-        blank = np.nan if known.dtype.kind == "f" else NO_VALUE
-        blanks = [np.full(length, blank) for length in lengths]
-        found.tags[column] = _following([one.tags, other.tags], column, blanks)
-    logs = [of.log for of in (one, other) if of.log]
-    found.log = {name: np.concatenate([log[name] for log in logs]) for name in LOG if logs}
-    return found
-
-
-def _following(of: Sequence[dict[str, Array]], name: str, blanks: Sequence[Array]) -> Array:
-    return np.concatenate([known.get(name, blank) for known, blank in zip(of, blanks, strict=True)])
-
-
-def _can_follow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Whether rows may lie behind others: of one type, scaled or not, references or not."""
-    keys = {"keys"} if REFERENCES in before else set()  # there may be no new one to refer to
-    same = before.keys() - keys == after.keys() - keys
-    return same and all(before[p].dtype == after[p].dtype for p in before.keys() & after.keys())
-
-
-def _both(one: Any, other: Any) -> Any:
-    """News of two lines as one: lists go on, what is said by name is said of more names."""
-    if isinstance(one, list):
-        return one + other
-    if not isinstance(one, dict):
-        return other
-    return one | other | {name: _both(one[name], other[name]) for name in one.keys() & other}

@@ -82,13 +82,6 @@ class Event(NamedTuple):
     to: int | None
 
 
-class KeptLayer(NamedTuple):
-    """A recorded layer, and what is kept of it: "patterns", "keys" or "examples"."""
-
-    layer: Layer
-    keep: str
-
-
 class Description:
     """Everything a memory says of its model, after the lines that were added."""
 
@@ -102,17 +95,22 @@ class Description:
             parameter = Parameter(*_tensor(entry), *_kept_as(entry), index)
             if self.parameters.setdefault(parameter.name, parameter) is not parameter:
                 raise ValueError(f"{parameter.name!r} occurs twice")
-        buffers = map(_tensor, exactly(list, manifest["buffers"]))
-        self.buffers = {buffer.name: buffer for buffer in buffers}
+        self.buffers = {b.name: b for b in map(_tensor, exactly(list, manifest["buffers"]))}
         self.environment = exactly(dict, manifest["environment"])
         self.phases = tuple(map(_phase, exactly(list, manifest["phases"])))
-        self.layers: dict[str, KeptLayer] = {}
+        self.layers: dict[str, tuple[Layer, str]] = {}
+        """And what is kept of each: "patterns", "keys" or "examples"."""
         self.tags: dict[str, str] = {}
         self.strings: dict[str, list[str]] = {}
         self.events: list[Event] = []
         self.remarks = texts(manifest.get("remarks", []))
         self.settings: list[Any] = []
         """As JSON: a schedule brings one for every step, and few readers want them."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The kind of every column: `step`, then what was tagged, then what uses say."""
+        return {"step": "int", **self.tags, **dict.fromkeys(OWN_COLUMNS, "int")}
 
     def add(self, news: dict[str, Any]) -> None:
         """Take in what a line says that the ones before did not."""
@@ -136,7 +134,7 @@ class Description:
     def _add_layer(self, entry: dict[str, Any]) -> None:
         keep = chosen(entry["keep"], KEEP[:3])
         layer = Layer.from_json({k: v for k, v in entry.items() if k != "keep"})
-        if self.layers.setdefault(layer.name, KeptLayer(layer, keep)) != (layer, keep):
+        if self.layers.setdefault(layer.name, (layer, keep)) != (layer, keep):
             raise ValueError(f"layer {layer.name!r} is described twice, and differently")
         for name in layer.parameters:
             known, rows = self.parameters[name], layer.rows_of(name)

@@ -21,13 +21,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualform.errors import MemoryFileError, RecordingError
-from dualform.memory.fields import WRONG, crc32, damaged, exactly, reading, seal, unseal
+from dualform.memory.fields import WRONG, crc32, damaged, exactly, reading, unseal
 
 FORMAT = "dualform memory"
 SCHEMA = 2
@@ -36,6 +37,7 @@ MANIFEST = "manifest.json"
 LINES = "segments.jsonl"
 SEGMENTS = "segments"
 TEMPORARY = ".tmp"
+NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 NUMBERED = re.compile(r"[0-9]{6,18}\.safetensors", re.ASCII)
 """What files in `segments` are called."""
 
@@ -67,31 +69,39 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 def sync_directory(path: Path) -> None:
     """Make renames and new files in a directory survive a power cut."""
     with contextlib.suppress(OSError):  # some file systems cannot; the rename itself is atomic
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_synced(path, os.O_RDONLY, [])
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Put content in place of a file, atomically and for good."""
     temporary = path.with_name(path.name + TEMPORARY)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    write_synced(temporary, NEW, [content])
+    os.replace(temporary, path)
     sync_directory(path.parent)
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    replace_file(directory / MANIFEST, seal("manifest", manifest))
+def write_synced(
+    path: Path, flags: int, blocks: Iterable[bytes | memoryview]
+) -> list[tuple[int, int]]:
+    """Write blocks for good; return size and crc32 of each. A new file is whole or not there."""
+    written = []
+    try:
+        descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            for block in blocks:
+                rest = memoryview(block)
+                written.append((len(rest), crc32(rest)))
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        if flags & os.O_CREAT:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise
+    return written
 
 
 def first_link(manifest: dict[str, Any]) -> int:

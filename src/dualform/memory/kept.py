@@ -23,9 +23,6 @@ from dualform.errors import QueryError
 from dualform.memory.fields import damaged, named
 from dualform.memory.segments import OpenedMemory, Segment
 
-State = dict[str, Any]
-"""What an optimizer remembers of one parameter: tensors and plain numbers, by torch's own names."""
-
 
 class Kept:
     """What was kept of parameters, by name and number of updates. Tensors are mapped: clone them
@@ -38,30 +35,31 @@ class Kept:
     """
 
     def __init__(self, opened: OpenedMemory) -> None:
-        self._opened = opened
+        self._opened, known = opened, opened.description
+        self._described: dict[str, Any] = {**known.parameters, **known.buffers}
         self._known: dict[tuple[str, str], dict[int, Segment]] = {}
 
     def steps(self, parameter: str) -> tuple[int, ...]:
         """After how many updates its state was kept, ascending."""
         return tuple(self._where("weights", parameter))
 
-    def last(self, parameter: str, at: int) -> int:
-        """The last kept state at or before `at` updates."""
-        steps = self.steps(parameter)
+    def last(self, name: str, at: int, *, what: str = "weights") -> int:
+        """The last step at or before `at` after which it was kept."""
+        steps = tuple(self._where(what, name))
         if not (place := bisect_right(steps, at)):
             raise QueryError(
-                f"no state of {parameter!r} was kept at or before step {at}; those kept are of "
-                f"{_some(steps)}. Ask for a later step"
+                f"what {name!r} was at or before step {at} was not kept, but of {_some(steps)}. "
+                "Ask for a later step"
             )
         return steps[place - 1]
 
     def weights(self, parameter: str, step: int) -> Tensor:
         """The parameter after so many updates; `QueryError` unless that was kept."""
-        return self._tensor("weights", parameter, step, self._segment(parameter, step))
+        return self._tensor("weights", parameter, step)
 
-    def state(self, parameter: str, step: int) -> State:
-        """What the optimizer remembered of it then, as it was; empty if there was nothing."""
-        segment = self._segment(parameter, step)
+    def state(self, parameter: str, step: int) -> dict[str, Any]:
+        """What the optimizer remembered of it then, by torch's own names; empty if nothing."""
+        segment = self._segment("weights", parameter, step)
         return {
             what.removeprefix("state."): value
             for what in segment.keeps[parameter]
@@ -75,13 +73,13 @@ class Kept:
 
     def gradient(self, parameter: str, step: int) -> Tensor | None:
         """The gradient of an update as the optimizer got it; None if it was not kept."""
-        segment = self._where("gradient", parameter).get(step)
-        return None if segment is None else self._tensor("gradient", parameter, step, segment)
+        is_kept = step in self._where("gradient", parameter)
+        return self._tensor("gradient", parameter, step) if is_kept else None
 
     def fingerprints(self, parameter: str) -> tuple[NDArray[np.int64], Tensor]:
         """Steps [k], and W v, m v and the size of rows then: float64 [k, 3, height]. Where an edit
         was found there are two of one step: before and after it."""
-        shape = (3, self._described("fingerprint", parameter).height)
+        shape = (3, named(self._opened.description.parameters, parameter, "parameter").height)
         steps, prints = [], [torch.empty(0, *shape, dtype=torch.float64)]
         for segment in self._opened.segments:
             for step, value in segment.kept("fingerprint", parameter):
@@ -91,16 +89,12 @@ class Kept:
 
     def buffer(self, name: str, at: int) -> Tensor:
         """A buffer after so many updates: as it was when it last changed."""
-        where = self._where("buffer", name)
-        step = max((step for step in where if step <= at), default=None)
-        if step is None:
-            raise QueryError(f"buffer {name!r} was kept of {_some(tuple(where))}, not by step {at}")
-        return self._tensor("buffer", name, step, where[step])
+        return self._tensor("buffer", name, self.last(name, at, what="buffer"))
 
     def _where(self, what: str, name: str) -> dict[int, Segment]:
         """Which segment has what was kept at a step, ascending: the last, if several do."""
         if (what, name) not in self._known:
-            self._described(what, name)
+            named(self._described, name, "parameter or buffer")
             found = {
                 step: segment
                 for segment in self._opened.segments
@@ -110,24 +104,18 @@ class Kept:
             self._known[what, name] = dict(sorted(found.items()))
         return self._known[what, name]
 
-    def _described(self, what: str, name: str) -> Any:
-        described = self._opened.description
-        if what == "buffer":
-            return named(described.buffers, name, what)
-        return named(described.parameters, name, "parameter")
-
-    def _segment(self, parameter: str, step: int) -> Segment:
-        where = self._where("weights", parameter)
-        if step not in where:
+    def _segment(self, what: str, name: str, step: int) -> Segment:
+        if step not in (where := self._where(what, name)):
             raise QueryError(
-                f"the state of {parameter!r} after {step} updates was not kept; those kept are of "
+                f"what {name!r} was after {step} updates was not kept, but of "
                 f"{_some(tuple(where))}. Others can be rebuilt from the one before"
             )
         return where[step]
 
-    def _tensor(self, what: str, name: str, step: int, segment: Segment) -> Tensor:
-        known, *values = self._described(what, name), *segment.kept(what, name, step)
-        return _checked(values[-1][1], known.shape, known.dtype, segment)
+    def _tensor(self, what: str, name: str, step: int) -> Tensor:
+        known, segment = self._described[name], self._segment(what, name, step)
+        *_, (_, value) = segment.kept(what, name, step)
+        return _checked(value, known.shape, known.dtype, segment)
 
 
 def _checked(value: Any, shape: tuple[int, ...], dtype: torch.dtype, segment: Segment) -> Tensor:

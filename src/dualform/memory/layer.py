@@ -25,12 +25,11 @@ from torch import Tensor
 
 from dualform.errors import QueryError
 from dualform.layers import kinds
-from dualform.memory.content import SCALES
+from dualform.memory.content import COMPUTED_IN, SCALES
 from dualform.memory.patterns import Patterns, Uses
 from dualform.memory.segments import OpenedMemory, Segment
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 PARTS = {"patterns": ("error_signals",), "keys": (), "examples": ("weight", "bias")}
 """What there is of a layer's rows besides keys, by how it is kept."""
@@ -131,6 +130,7 @@ class LayerMemory:
     in_features = cached_property[int](attrgetter("layer.in_features"))
     out_features = cached_property[int](attrgetter("layer.out_features"))
     rows_of = cached_property[Callable[[str], slice]](attrgetter("layer.rows_of"))
+    uses = cached_property[Uses](attrgetter("patterns.uses"))
 
     def __init__(self, opened: OpenedMemory, name: str) -> None:
         described = opened.description
@@ -145,6 +145,7 @@ class LayerMemory:
         self._others = described.layers
         self._segments = [s for s in opened.segments if name in s.rows]
         self._starts: list[int] = np.cumsum([0, *(s.rows[name] for s in self._segments)]).tolist()
+        self._distinct = DistinctKeys(self, self._segments)
 
     @property
     def rows(self) -> int:
@@ -185,11 +186,6 @@ class LayerMemory:
         found = [s.lost(self.name, parameter) for s in self._segments]
         return np.concatenate([np.zeros((0, 2)), *found])
 
-    @property
-    def uses(self) -> Uses:
-        """Every use of the layer: its step, pass, call, dtype, rows and leading shape."""
-        return self.patterns.uses
-
     def uses_of(self, step: int) -> range:
         """Which uses a step has, as places in `uses`."""
         return self.uses.of_step(step)
@@ -202,7 +198,6 @@ class LayerMemory:
     @property
     def error_signals(self) -> Tensor:
         """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
-        self.need_error_signals("reading them")
         return self.read("error_signals", 0, self.rows)
 
     def blocks(self, size: int = 4096, *, error_signals: bool = True) -> Iterator[Block]:
@@ -256,11 +251,6 @@ class LayerMemory:
             if stop >= high:
                 return
 
-    @cached_property
-    def _distinct(self) -> DistinctKeys:
-        """Of the segments in which keys that recur are stored once."""
-        return DistinctKeys(self, self._segments)
-
     def dtype_of(self, part: str) -> torch.dtype:
         """That of training: tokens are whole numbers."""
         return (part == "keys" and kinds.of(self.kind).key_dtype) or self.dtype
@@ -268,6 +258,8 @@ class LayerMemory:
     def _width(self, part: str) -> int:
         """How wide a part is; `QueryError` if the layer's rows have no such part."""
         parts = ("keys", *PARTS[self.keep][: None if self.bias else 1])
+        if part == "error_signals":
+            self.need_error_signals("reading them")
         if part not in parts:
             raise QueryError(
                 f"{part} of layer {self.name!r} were asked for; of it {', '.join(parts)} are kept"
@@ -279,7 +271,7 @@ class LayerMemory:
     def stored_rows(self, part: str, segment: Segment, rows: slice) -> Tensor:
         """Rows as they lie on disk, checked for what they can be."""
         are_tokens = not self.dtype_of(part).is_floating_point
-        dtypes = INTEGERS if are_tokens else FLOATS
+        dtypes = INTEGERS if are_tokens else COMPUTED_IN
         stored = segment.read_rows(self.name, part, self._width(part), dtypes, rows)
         if are_tokens and len(stored):
             known = 0 <= int(stored.min()) <= int(stored.max()) < self.in_features

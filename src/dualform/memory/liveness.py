@@ -46,10 +46,9 @@ class Progress:
 
     def set(self, steps: int) -> None:
         """Say that so many updates are completed: one short write, into the system's cache."""
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # on a full disk, training goes on
-                os.lseek(self._descriptor, 0, os.SEEK_SET)
-                os.write(self._descriptor, _word(steps).to_bytes(WORD, "little"))
+        with contextlib.suppress(OSError):  # on a full disk, training goes on; it may be closed
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.write(self._descriptor, _word(steps).to_bytes(WORD, "little"))
 
     def release(self) -> None:
         """Let others write. May be called again; in a forked child it does nothing."""

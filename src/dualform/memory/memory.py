@@ -29,12 +29,8 @@ from dualform.memory.fields import named, reading
 from dualform.memory.kept import Kept
 from dualform.memory.layer import LayerMemory
 from dualform.memory.liveness import Progress
-from dualform.memory.patterns import column_kinds
 from dualform.memory.segments import OpenedMemory
 from dualform.memory.tensor_files import TensorFile
-
-Callback = Callable[[int, int], None]
-"""Progress: called with (done, total)."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ class Memory:
     @property
     def columns(self) -> tuple[str, ...]:
         """The pattern columns: `step`, then what was tagged, then position, microbatch and call."""
-        return tuple(column_kinds(self.opened))
+        return tuple(self.opened.description.columns)
 
     def layer(self, name: str) -> LayerMemory:
         """One layer's keys, error signals and pattern columns."""
@@ -204,8 +200,9 @@ class Memory:
         segments = self.opened.segments
         return len(self.opened.committed.content) + sum(segment.bytes for segment in segments)
 
-    def check(self, progress: Callback | None = None) -> None:
-        """Compare every byte with its checksum; `MemoryFileError` names what does not match."""
+    def check(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compare every byte with its checksum; `MemoryFileError` names what does not match.
+        `progress` is called with (done, total)."""
         OpenedMemory(self.path)
         total = len(self.opened.segments)
         for done, segment in enumerate(self.opened.segments, 1):

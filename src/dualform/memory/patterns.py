@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from dualform.errors import QueryError
 from dualform.memory.content import COMPUTED_IN, ROWS, START, USE, stacked_uses
-from dualform.memory.description import OWN_COLUMNS
 from dualform.memory.fields import damaged, named
 from dualform.memory.files import NO_VALUE
 from dualform.memory.segments import OpenedMemory, Segment
@@ -97,7 +96,7 @@ class Patterns:
     def __init__(self, opened: OpenedMemory, layer: str) -> None:
         self._opened, self._layer = opened, layer
         self._segments = [s for s in opened.segments if layer in s.rows]
-        self._kinds = column_kinds(opened)
+        self._kinds = opened.description.columns
         self._stored: dict[str, NDArray[Any]] = {}
 
     @cached_property
@@ -145,16 +144,15 @@ class Patterns:
 
     def values(self, column: str) -> list[Any]:
         """The distinct values of a column, sorted; no-value left out."""
-        distinct = np.unique(self._column(column))
-        missing = np.isnan(distinct) if distinct.dtype.kind == "f" else distinct == NO_VALUE
-        return sorted(self._decoded(column, distinct[~missing]).tolist())
+        found = self._decoded(column, np.unique(self._column(column))).tolist()
+        return sorted(value for value in found if value is not None and value == value)
 
     def _column(self, column: str) -> NDArray[Any]:
         """Numbers, or codes of strings; `NO_VALUE` or NaN where there is none."""
         named(self._kinds, column, "column")
         if column not in self._stored:
-            is_own = column in ("step", *OWN_COLUMNS)
-            self._stored[column] = self.uses.column(column) if is_own else self._tags(column)
+            is_tag = column in self._opened.description.tags
+            self._stored[column] = self._tags(column) if is_tag else self.uses.column(column)
         return self._stored[column]
 
     def _tags(self, column: str) -> NDArray[Any]:
@@ -246,8 +244,3 @@ class Patterns:
                     f"no recorded pattern has {column}={value!r}; {column!r} takes the "
                     f"{len(known)} values {shown}"
                 )
-
-
-def column_kinds(opened: OpenedMemory) -> dict[str, str]:
-    """The kind of every column: `step`, then what was tagged, then what follows from the uses."""
-    return {"step": "int", **opened.description.tags, **dict.fromkeys(OWN_COLUMNS, "int")}

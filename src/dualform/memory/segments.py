@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.errors import MemoryFileError
 from dualform.memory.content import (
     COMPUTED_IN,
     LOG,
@@ -191,15 +190,14 @@ class Segment:
                 self.need(pairs and values.shape[1:][-1:] == (2,), f"{name} holds no pairs")
                 values = torch.view_as_complex(values.clone())  # they need not lie evenly
             for step, value in zip(steps, values, strict=True):
-                if at in (None, step):
-                    yield step, self._plain(name, value) if dtype == "json" else value
-
-    def _plain(self, name: str, value: Tensor) -> Plain:
-        with reading(f"{name} of {self.path}"):
-            found: Plain = json.loads(value.numpy().tobytes())
-            if not isinstance(found, Plain):
-                raise TypeError(f"{found!r:.100} is no plain value")
-            return found
+                found: Tensor | Plain = value
+                if at not in (None, step):
+                    continue
+                if dtype == "json":
+                    with reading(f"{name} of {self.path}"):
+                        found = json.loads(value.numpy().tobytes())
+                    self.need(isinstance(found, Plain), f"{name} holds no plain value")
+                yield step, found
 
 
 class OpenedMemory:
@@ -208,19 +206,13 @@ class OpenedMemory:
 
     def __init__(self, path: Path) -> None:
         self.path, self.committed = path, read_committed(path)
-        manifest = self.committed.manifest
         with reading(path / MANIFEST):
-            self.description = Description(manifest)
+            self.description = Description(self.committed.manifest)
         self.segments: list[Segment] = []
+        self.steps = 0
         for number, entry in enumerate(self.committed.entries):
             with reading(f"line {number + 1} of {path / LINES}"):
                 self._add(Segment(path, entry))
-        self.steps = self.segments[-1].end if self.segments else 0
-        if self.description.closed and manifest.get("steps") != self.steps:
-            raise MemoryFileError(
-                f"{path / MANIFEST} was closed after {manifest.get('steps')!r:.50} steps, but "
-                f"{self.steps} are committed: it belongs to another memory. Restore it from a copy"
-            )
         for segment in self.segments:
             compare_size(segment.path, segment.bytes)
         sizes = {p.name: p.height * p.width for p in self.description.parameters.values()}
@@ -231,15 +223,13 @@ class OpenedMemory:
             raise damaged(path, f"{large[0]!r} is said to be larger than all that it holds")
 
     def _add(self, segment: Segment) -> None:
-        last = self.segments[-1] if self.segments else None
-        if segment.first_step != (last.end if last else 0):
+        if segment.first_step != self.steps:
             raise ValueError(f"steps from {segment.first_step} on do not follow those before")
-        if last and int(segment.path.stem) <= int(last.path.stem):
-            raise ValueError("its file is not newer than the one before")
         self.description.add(segment.news)
         if unknown := segment.rows.keys() - self.description.layers.keys():
             raise ValueError(f"rows of a layer {min(unknown)!r:.100} that is not described")
         self.segments.append(segment)
+        self.steps = segment.end
 
     def content(self, segment: Segment, *, stop: int | None = None) -> SegmentContent:
         """Read a segment's steps before `stop` (default: all) back into what is written; the rows
@@ -254,7 +244,7 @@ class OpenedMemory:
                 continue
             content.uses[layer] = uses
             content.rows[layer] = list(segment.parts(layer, int(uses[:, ROWS].sum())))
-            for parameter in known.layers[layer].layer.parameters:
+            for parameter in known.layers[layer][0].parameters:
                 if (lost := segment.lost(layer, parameter)[: len(uses)]).any():
                     content.lost.setdefault(layer, {})[parameter] = lost
         for column, kind in known.tags.items():

@@ -14,13 +14,12 @@ who wrote it: what a header says is checked, too.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from dualform.errors import MemoryFileError, RecordingError
 from dualform.memory.fields import DTYPES, count, crc32, damaged, exactly, reading, shape
+from dualform.memory.files import NEW, write_synced
 
 PAGE = 4096
 CHECKSUM_BLOCK = 4 << 20
@@ -51,11 +51,11 @@ DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 def write_tensor_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
-) -> list[list[int]]:
-    """Write a safetensors file in one go and sync it; return its blocks as [bytes, crc32].
+) -> list[tuple[int, int]]:
+    """Write a safetensors file in one go and sync it; return its blocks as (bytes, crc32).
 
     Whole pages of tensors that begin with one are written from where they lie. The others come
-    first, packed. A file that could not be written to its end is taken away again.
+    first, packed.
     """
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     large = [name for name, t in plain.items() if t.nbytes >= PAGE and not t.data_ptr() % PAGE]
@@ -73,9 +73,9 @@ def write_tensor_file(
             yield from _packed([raw[whole:]])
 
     try:
-        return _write(path, os.O_DIRECT, blocks())
+        return write_synced(path, NEW | os.O_DIRECT, blocks())
     except (AttributeError, OSError):  # there is no such thing, or the blocks are larger than ours
-        return _write(path, 0, blocks())
+        return write_synced(path, NEW, blocks())
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
@@ -95,26 +95,6 @@ def _raw(tensor: Tensor) -> memoryview:
     """The memory a contiguous tensor lies in."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
-
-
-def _write(path: Path, flags: int, blocks: Iterable[memoryview]) -> list[list[int]]:
-    written: list[list[int]] = []
-    flags |= os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
-    try:
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            for block in blocks:
-                written.append([len(block), crc32(block)])
-                while block:
-                    block = block[os.write(descriptor, block) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
-    return written
 
 
 def _packed(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -178,22 +158,19 @@ class TensorFile:
         self._content, self._bytes = whole, _raw(whole)
         self.places: dict[str, Place] = {}
         with reading(f"the header of {path}"):
-            self._read_header()
-
-    def _read_header(self) -> None:
-        self.verify(0, 8)
-        data = 8 + int.from_bytes(self._bytes[:8], "little")
-        self.verify(8, min(data, len(self._bytes)))
-        entries = exactly(dict, json.loads(bytes(self._bytes[8:data])))
-        for name, entry in entries.items():
-            if name == "__metadata__" or name.startswith(PADDING):
-                continue
-            dtype, sizes = DTYPES_BY_NAME[entry["dtype"]], shape(entry["shape"])
-            start, stop = (data + count(offset) for offset in entry["data_offsets"])
-            fits = prod(sizes) * dtype.itemsize == stop - start and start % dtype.itemsize == 0
-            if not fits or stop > len(self._bytes):
-                raise ValueError(f"{name!r} in bytes {start} to {stop}: {sizes} of {dtype}")
-            self.places[name] = Place(dtype, sizes, start, stop)
+            self.verify(0, 8)
+            data = 8 + int.from_bytes(self._bytes[:8], "little")
+            self.verify(8, min(data, len(self._bytes)))
+            entries = exactly(dict, json.loads(bytes(self._bytes[8:data])))
+            for name, entry in entries.items():
+                if name == "__metadata__" or name.startswith(PADDING):
+                    continue
+                dtype, sizes = DTYPES_BY_NAME[entry["dtype"]], shape(entry["shape"])
+                start, stop = (data + count(at) for at in entry["data_offsets"])
+                fits = prod(sizes) * dtype.itemsize == stop - start and start % dtype.itemsize == 0
+                if not fits or stop > len(self._bytes):
+                    raise ValueError(f"{name!r} in bytes {start} to {stop}: {sizes} of {dtype}")
+                self.places[name] = Place(dtype, sizes, start, stop)
 
     def tensor(
         self,

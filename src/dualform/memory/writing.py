@@ -57,18 +57,16 @@ class MemoryWriter:
             path.mkdir(parents=True, exist_ok=True)
             _claim(path, overwrite=overwrite or resume)
             self.progress = Progress(path)
-        try:
-            with refusing(path):
-                # once more: another recorder may have come and gone
-                _claim(path, overwrite=overwrite or resume)
+            try:
+                _claim(path, overwrite=overwrite or resume)  # another may have come and gone
                 if not resume:
                     clear_directory(path)
                     (path / SEGMENTS).mkdir(exist_ok=True)
                     files.replace_file(path / LINES, b"")
                     self.progress.set(0)
-        except BaseException:
-            self.progress.release()
-            raise
+            except BaseException:
+                self.progress.release()
+                raise
 
     def begin(self, description: Mapping[str, Any], *, write: bool = True) -> None:
         """Say what the run is: every, stored, parameters, buffers, environment, phases, remarks;
@@ -143,7 +141,7 @@ class MemoryWriter:
     def _write_manifest(self, *, closed: bool) -> None:
         """What a closed memory holds is counted, so that a line that is missing is missed."""
         counted = {"segments": self._lines.count, "steps": self.steps, "closed": closed}
-        files.write_manifest(self.path, self._manifest | counted)
+        files.replace_file(self.path / MANIFEST, seal("manifest", self._manifest | counted))
 
 
 class _Lines:
@@ -155,19 +153,13 @@ class _Lines:
     def append(self, entry: dict[str, Any]) -> None:
         """Add a line for good. What is cut off half way is taken away, now or before the next."""
         line = seal("segment", entry, self._last)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        os.truncate(self._path, self._length)
         try:
-            os.ftruncate(descriptor, self._length)
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
+            files.write_synced(self._path, os.O_WRONLY | os.O_APPEND, [line])
         except BaseException:
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, self._length)
+                os.truncate(self._path, self._length)
             raise
-        finally:
-            os.close(descriptor)
         self._count(line)
 
     def replace(self, entries: Sequence[dict[str, Any]], first: int) -> None:
@@ -196,14 +188,17 @@ def refusing(path: Path) -> Iterator[None]:
 
 
 def _claim(path: Path, *, overwrite: bool) -> None:
-    """Make sure the directory is ours to write to; touch nothing in it."""
-    found = [*path.iterdir(), *path.glob(f"{SEGMENTS}/*")]
-    if foreign := sorted(str(f.relative_to(path)) for f in found if not _is_ours(path, f)):
+    """Make sure that all that is there is a recorder's, and may be deleted; touch nothing."""
+    is_there = (path / MANIFEST).is_file()
+    own = {path / SEGMENTS, path / PROGRESS, *(path / name for name in OWN), *_numbered(path)}
+    if is_there and files.FORMAT.encode() in (path / MANIFEST).read_bytes():
+        own.add(path / MANIFEST)
+    if foreign := {*path.iterdir(), *path.glob(f"{SEGMENTS}/*")} - own:
+        names = sorted(str(file.relative_to(path)) for file in foreign)
         raise RecordingError(
-            f"{path} holds files that are not a memory's ({', '.join(foreign[:5])}); nothing was "
+            f"{path} holds files that are not a memory's ({', '.join(names[:5])}); nothing was "
             "touched. Choose an empty or a new directory"
         )
-    is_there = (path / MANIFEST).exists()
     if not overwrite and (is_there or _numbered(path)):
         gone = "" if is_there else f", but its {MANIFEST} is gone: restore it, if you can"
         raise RecordingError(
@@ -213,19 +208,9 @@ def _claim(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def _is_ours(path: Path, file: Path) -> bool:
-    """Whether a recorder made it: no `overwrite` may ever delete anything else."""
-    if file.is_dir():
-        return file == path / SEGMENTS
-    if file.parent != path:
-        return file.parent == path / SEGMENTS and NUMBERED.fullmatch(file.name) is not None
-    if file.name == MANIFEST:
-        return files.FORMAT.encode() in file.read_bytes()
-    return file.name in (*OWN, PROGRESS)
-
-
 def _numbered(path: Path) -> list[Path]:
-    return [file for file in path.glob(f"{SEGMENTS}/*") if NUMBERED.fullmatch(file.name)]
+    found = path.glob(f"{SEGMENTS}/*")
+    return [file for file in found if NUMBERED.fullmatch(file.name) and file.is_file()]
 
 
 def clear_directory(path: Path) -> None:
