@@ -166,7 +166,7 @@ class Sink:
             content.kept, content.news = kept, news
             self._writer.commit(content)
             self._handed += sum(region.filled.nbytes for region in full.values())
-            self._stored += content.bytes
+            self._stored += sum(t.nbytes for parts in content.rows.values() for _, t in parts)
         except BaseException as error:
             self._failure = error
         for key, region in list(full.items()):
