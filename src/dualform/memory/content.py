@@ -103,6 +103,11 @@ class SegmentContent:
     kept: list[Kept] = field(default_factory=list)
     news: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def bytes(self) -> int:
+        """The size of its rows."""
+        return sum(found.nbytes for parts in self.rows.values() for _, found in parts)
+
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of the file, and what its line says."""
         tensors: dict[str, Any] = {}

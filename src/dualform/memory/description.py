@@ -145,10 +145,10 @@ class Description:
             self.parameters[name] = replace(known, layers=layers)
 
     def _event(self, entry: dict[str, Any]) -> Event:
-        step, to, names = count(entry["step"]), _step(entry.get("to")), texts(entry["parameters"])
+        step, to, names = count(entry["step"]), entry.get("to"), texts(entry["parameters"])
         if not self.parameters.keys() >= set(names):
             raise ValueError(f"an event of parameters {names!r:.100}")
-        if (to is not None and to > step) or (entry["what"] == "rewind") != (to is not None):
+        if (to is not None and count(to) > step) or (entry["what"] == "rewind") != (to is not None):
             raise ValueError(f"a {entry['what']!r:.50} of step {step} to {to}")
         what, why = texts([entry["what"], entry["why"]])
         return Event(step, tuple(names), what, why, to)
@@ -162,12 +162,9 @@ def _kept_as(entry: dict[str, Any]) -> tuple[str, str]:
     return chosen(entry["keep"], KEEP), exactly(str, entry.get("why", ""))
 
 
-def _step(value: Any) -> int | None:
-    return None if value is None else count(value)
-
-
 def _phase(entry: dict[str, Any]) -> Phase:
-    first, rewound = count(entry["first_step"]), _step(entry.get("rewound_from"))
+    first, rewound = count(entry["first_step"]), entry.get("rewound_from")
+    rewound = None if rewound is None else count(rewound)
     began, threads = chosen(entry["began"], ("started", "resumed")), count(entry.get("threads", 0))
     when, *where = texts([entry["when"], entry.get("machine", ""), entry.get("torch", "")])
     return Phase(first, began, when, rewound, threads, *where)

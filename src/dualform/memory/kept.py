@@ -11,8 +11,7 @@ So the lines say what is where, and only the file that has it is opened.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -46,12 +45,8 @@ class Kept:
     def last(self, name: str, at: int, *, what: str = "weights") -> int:
         """The last step at or before `at` after which it was kept."""
         steps = tuple(self._where(what, name))
-        if not (place := bisect_right(steps, at)):
-            raise QueryError(
-                f"what {name!r} was at or before step {at} was not kept, but of {_some(steps)}. "
-                "Ask for a later step"
-            )
-        return steps[place - 1]
+        place = bisect_right(steps, at)
+        return steps[place - 1] if place else self._refuse(what, name, at)
 
     def weights(self, parameter: str, step: int) -> Tensor:
         """The parameter after so many updates; `QueryError` unless that was kept."""
@@ -105,12 +100,16 @@ class Kept:
         return self._known[what, name]
 
     def _segment(self, what: str, name: str, step: int) -> Segment:
-        if step not in (where := self._where(what, name)):
-            raise QueryError(
-                f"what {name!r} was after {step} updates was not kept, but of "
-                f"{_some(tuple(where))}. Others can be rebuilt from the one before"
-            )
-        return where[step]
+        return self._where(what, name).get(step) or self._refuse(what, name, step)
+
+    def _refuse(self, what: str, name: str, step: int) -> NoReturn:
+        steps = tuple(self._where(what, name))
+        place = bisect_right(steps, step)
+        near = ", ".join(map(str, steps[max(0, place - 4) : place + 4])) or "no"
+        raise QueryError(
+            f"what {name!r} was after {step} updates was not kept; it was after {near} (those "
+            "around it). Parameters can be rebuilt from the one before"
+        )
 
     def _tensor(self, what: str, name: str, step: int) -> Tensor:
         known, segment = self._described[name], self._segment(what, name, step)
@@ -122,10 +121,3 @@ def _checked(value: Any, shape: tuple[int, ...], dtype: torch.dtype, segment: Se
     if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
         raise damaged(segment.path, f"it keeps {value!r:.100}, expected {dtype} {shape}")
     return value
-
-
-def _some(steps: Sequence[int]) -> str:
-    """A few of many steps, for a message."""
-    if len(steps) <= 8:
-        return f"steps {', '.join(map(str, steps))}" if steps else "no step"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

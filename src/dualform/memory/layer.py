@@ -198,6 +198,7 @@ class LayerMemory:
     @property
     def error_signals(self) -> Tensor:
         """Every error signal δ_t as captured, [T, d_out], in RAM; see also `blocks`."""
+        self.need_error_signals("reading them")
         return self.read("error_signals", 0, self.rows)
 
     def blocks(self, size: int = 4096, *, error_signals: bool = True) -> Iterator[Block]:
@@ -258,8 +259,6 @@ class LayerMemory:
     def _width(self, part: str) -> int:
         """How wide a part is; `QueryError` if the layer's rows have no such part."""
         parts = ("keys", *PARTS[self.keep][: None if self.bias else 1])
-        if part == "error_signals":
-            self.need_error_signals("reading them")
         if part not in parts:
             raise QueryError(
                 f"{part} of layer {self.name!r} were asked for; of it {', '.join(parts)} are kept"

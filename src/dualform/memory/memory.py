@@ -117,7 +117,7 @@ class Memory:
 
     def log(self, parameter: str) -> ParameterLog:
         """What the optimizer did with a parameter at every step."""
-        index = self._parameter(parameter).index
+        index = named(self.parameters, parameter, "parameter").index
         found: dict[str, Any] = {}
         for field, dtype in LOG.items():
             parts = [s.log(field, *self.opened.sizes)[:, index] for s in self.opened.segments]
@@ -135,7 +135,7 @@ class Memory:
 
     def path_to(self, parameter: str, at: int) -> NDArray[np.int64]:
         """The steps that led to the state after `at` updates: what was taken back is left out."""
-        self._parameter(parameter)
+        named(self.parameters, parameter, "parameter")
         self._refuse_beyond(at)
         parts, end, limit = [], at, at + 1
         for event in reversed(self.events):
@@ -148,7 +148,7 @@ class Memory:
     def direction(self, parameter: str) -> Tensor | None:
         """The direction v along which a parameter's rows are looked at: float64, [width], rounded
         to the parameter's dtype, as it was used; None for a vector: its entries are rows."""
-        known = self._parameter(parameter)
+        known = named(self.parameters, parameter, "parameter")
         if len(known.shape) < 2:
             return None
         v = directions.direction(known.index, known.width)
@@ -156,7 +156,7 @@ class Memory:
 
     def signs(self, parameter: str) -> NDArray[np.float64]:
         """The signs that its rows were summed up with, for the log's `seen`: [height]."""
-        known = self._parameter(parameter)
+        known = named(self.parameters, parameter, "parameter")
         return directions.signs(known.index, known.height)
 
     def buffer(self, name: str, at: int | None = None) -> Tensor:
@@ -214,9 +214,6 @@ class Memory:
         state = "" if self.closed else ", not closed"
         layers = ", ".join(self.layers) or "none"
         return f"Memory({str(self.path)!r}: {_count(self.steps)}, layers {layers}{state})"
-
-    def _parameter(self, name: str) -> Parameter:
-        return named(self.parameters, name, "parameter")
 
     def _refuse_beyond(self, at: int, *, least: int = 0) -> None:
         if not least <= at <= self.steps:

@@ -177,7 +177,7 @@ class Patterns:
         if kind == "float":
             return stored
         if kind == "string":
-            strings = self._strings(column)
+            strings = self._opened.description.strings.get(column, [])
             codes = np.where(missing, len(strings), stored)
             if codes.size and not 0 <= codes.min() <= codes.max() <= len(strings):
                 raise damaged(self._opened.path, f"{column!r} refers to strings that are not there")
@@ -188,9 +188,6 @@ class Patterns:
             values = values.astype(object)
             values[missing] = None
         return values
-
-    def _strings(self, column: str) -> list[str]:
-        return self._opened.description.strings.get(column, [])
 
     def _meets(self, column: str, condition: Any) -> NDArray[np.bool_]:
         stored = self._column(column)
@@ -226,7 +223,8 @@ class Patterns:
         """How values asked for are stored; None for one that cannot be."""
         kind = self._kinds[column]
         if kind == "string":
-            known = {string: code for code, string in enumerate(self._strings(column))}
+            strings = self._opened.description.strings.get(column, [])
+            known = {string: code for code, string in enumerate(strings)}
             return [known.get(value) if isinstance(value, str) else None for value in wanted]
         numbers: list[Any] = [value if isinstance(value, NUMBER) else np.nan for value in wanted]
         if kind == "float":

@@ -92,8 +92,9 @@ class Segment:
         for name in sorted(n for n in self.file.places if n.startswith(prefix)):
             part, stored, size = name.removeprefix(prefix), self.file.tensor(name), rows
             total = self._stored(layer, part)
-            sound = stored.shape[:1] == (total,)
-            self.need(sound, f"{name} has {stored.shape}, expected {total} rows")
+            self.need(
+                stored.shape[:1] == (total,), f"{name} has not {total} rows, but {stored.shape}"
+            )
             if part == "keys" and layer in self.distinct:
                 # numbered as they first come: those that later patterns brought are at the end
                 numbers = self.references(layer)

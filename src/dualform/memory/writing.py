@@ -51,8 +51,9 @@ class MemoryWriter:
         self.steps = 0
         """How many steps are committed."""
         self._manifest: dict[str, Any] = {"run": secrets.token_hex(8)}
-        self._lines = _Lines(path / LINES, files.first_link(self._manifest))
-        self._next_file = 0
+        self._next_file = self._count = self._length = 0
+        self._last = files.first_link(self._manifest)
+        """How many lines there are, their bytes together, and the checksum of the last."""
         with refusing(path):
             path.mkdir(parents=True, exist_ok=True)
             _claim(path, overwrite=overwrite or resume)
@@ -90,7 +91,7 @@ class MemoryWriter:
                 f"{self.steps} steps. This is a mistake in dualform; please report it"
             )
         with refusing(self.path):
-            self._lines.append(self._write_segment(content))
+            self._append_line(self._write_segment(content))
         self.steps += content.steps
 
     def _write_segment(self, content: SegmentContent) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class MemoryWriter:
                 content = memory.content(memory.segments[whole], stop=step)
                 entries.append(self._write_segment(content))
             self._write_manifest(closed=False)
-            self._lines.replace(entries, files.first_link(self._manifest))
+            self._replace_lines(entries)
             self.steps = step
             for file in _numbered(self.path):
                 if file.name not in {entry["file"] for entry in entries}:
@@ -140,39 +141,31 @@ class MemoryWriter:
 
     def _write_manifest(self, *, closed: bool) -> None:
         """What a closed memory holds is counted, so that a line that is missing is missed."""
-        counted = {"segments": self._lines.count, "steps": self.steps, "closed": closed}
+        counted = {"segments": self._count, "steps": self.steps, "closed": closed}
         files.replace_file(self.path / MANIFEST, seal("manifest", self._manifest | counted))
 
-
-class _Lines:
-    """The list of segments: lines are appended, each sealed with the one before it."""
-
-    def __init__(self, path: Path, first: int) -> None:
-        self._path, self._last, self._length, self.count = path, first, 0, 0
-
-    def append(self, entry: dict[str, Any]) -> None:
+    def _append_line(self, entry: dict[str, Any]) -> None:
         """Add a line for good. What is cut off half way is taken away, now or before the next."""
-        line = seal("segment", entry, self._last)
-        os.truncate(self._path, self._length)
+        path, line = self.path / LINES, seal("segment", entry, self._last)
+        os.truncate(path, self._length)
         try:
-            files.write_synced(self._path, os.O_WRONLY | os.O_APPEND, [line])
+            files.write_synced(path, os.O_WRONLY | os.O_APPEND, [line])
         except BaseException:
             with contextlib.suppress(OSError):
-                os.truncate(self._path, self._length)
+                os.truncate(path, self._length)
             raise
-        self._count(line)
+        self._count_line(line)
 
-    def replace(self, entries: Sequence[dict[str, Any]], first: int) -> None:
+    def _replace_lines(self, entries: Sequence[dict[str, Any]]) -> None:
         """Put these lines in place of all, in one rename."""
-        self._last, self._length, self.count, lines = first, 0, 0, []
-        for entry in entries:
-            lines.append(seal("segment", entry, self._last))
-            self._count(lines[-1])
-        files.replace_file(self._path, b"".join(lines))
+        self._last, self._length, self._count = files.first_link(self._manifest), 0, 0
+        lines = [self._count_line(seal("segment", entry, self._last)) for entry in entries]
+        files.replace_file(self.path / LINES, b"".join(lines))
 
-    def _count(self, line: bytes) -> None:
+    def _count_line(self, line: bytes) -> bytes:
         self._last = unseal("segment", line, self._last)[1]
-        self._length, self.count = self._length + len(line), self.count + 1
+        self._length, self._count = self._length + len(line), self._count + 1
+        return line
 
 
 @contextmanager
