@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,3 +124,18 @@ def test_uses_that_may_meet_on_their_way_are_certified_within_rounding(
     assert certificate.verdicts["fc.weight"].verdict in (ROUNDED, LITTLE), certificate
     assert "a view or a cast" in certificate.verdicts["fc.weight"].why
     assert not certificate.failures
+
+
+def test_a_factor_is_not_measured_where_casts_may_have_met(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Shared(regions_of_autocast)
+    optimizer, factors = SGD(model.parameters(), lr=0.05), []
+    with record(model, optimizer, tmp_path / "run"):
+        for tokens in torch.randint(0, WORDS, (STEPS, 6, 9)):
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            factors.append(0.1 / (norm + 1e-6))
+            optimizer.step()
+            optimizer.zero_grad()
+    log = Memory.open(tmp_path / "run").log("fc.weight")
+    assert np.abs(log.kappa / factors - 1).max() < 1e-6

@@ -100,8 +100,8 @@ class Missed(NamedTuple):
     way: Stretch
     left_at: int
     why: str
-    is_open: bool = False
-    """Whether the last places of κ decide, which no mark could tell."""
+    excuse: str = ""
+    """Why it need not be reached to the bit; empty if it must be."""
 
 
 class Verifying:
@@ -130,7 +130,7 @@ class Verifying:
             if way.broken.endswith(UNSAID):
                 return said(NOT, way.broken, way.stop)
         for found in missed:
-            if not (found.is_open or inexact(record, found.way)):
+            if not found.excuse:
                 return said(NOT, found.why, found.left_at)
         for check in checks:
             if not check.passed:
@@ -153,7 +153,7 @@ class Verifying:
                 return said(NOT, "a replay goes elsewhere by more than rounding", checks[-1].step)
             room = sum(r * r for _, r in measures) * len(ways) / max(1, len(measures))
             room = math.sqrt(room) if measures else math.inf
-        why = inexact(record, missed[0].way) or UNKNOWN
+        why = missed[0].excuse
         if room <= CERTIFYING * walker.learned:
             return said(ROUNDED, why)
         share = room / (walker.learned + TINY)
@@ -169,28 +169,31 @@ class Verifying:
 
     def _missed(self, record: Record, way: Stretch) -> Missed | None:
         """Replay a stretch in training's dtype; None if it reaches the very bits of its end."""
-        kept, name = self.memory.kept, way.parameter
-        dtype, clipped = record.known.dtype, record.log.moved & (record.log.kappa != 1.0)
+        kept, log, name, dtype = self.memory.kept, record.log, way.parameter, record.known.dtype
         replay = Replay(self.memory, name, dtype, self._classes, factors=self._factors)
         weights, state = kept.weights(name, way.start), kept.state(name, way.start)
-        is_open = bool(clipped[list(way.steps)].any())
+        is_clipped = bool((log.moved & (log.kappa != 1.0))[list(way.steps)].any())
+
+        def missed(step: int, why: str, is_open: bool = False) -> Missed:
+            return Missed(way, step, why, inexact(record, way) or UNKNOWN * is_open)
+
         try:
             with threads_of(self.memory, way.steps[-1]):
                 for done in replay.run(way.start, way.steps):
                     weights, state = done.weights, dict(done.state)
-                    if not done.is_as_marked:
-                        is_open &= dtype != torch.float32  # of others κ is known less well
-                        return Missed(way, done.step, f"{ELSEWHERE} at step {done.step}", is_open)
+                    if not done.is_as_marked:  # in other dtypes κ is known less well
+                        is_open = is_clipped and dtype != torch.float32
+                        return missed(done.step, f"{ELSEWHERE} at step {done.step}", is_open)
         except QueryError as error:
-            return Missed(way, way.start, str(error))
+            return missed(way.start, str(error))
         if way.stop not in kept.steps(name):  # all that is known of it are the marks
             return None
         end = {} if way.is_replaced else kept.state(name, way.stop)
         pairs = [(weights, kept.weights(name, way.stop)), *((state.get(k), end[k]) for k in end)]
         if all(_same(*pair) for pair in pairs):
             return None
-        is_open &= all(_same(*pair, room=CLOSE) for pair in pairs)
-        return Missed(way, way.stop - 1, f"{ELSEWHERE} by step {way.stop}", is_open)
+        is_open = is_clipped and all(_same(*pair, room=CLOSE) for pair in pairs)
+        return missed(way.stop - 1, f"{ELSEWHERE} by step {way.stop}", is_open)
 
     def _measure(self, record: Record, way: Stretch) -> tuple[Check, float]:
         """Replay a stretch in two precisions; how far its end may be off, and is."""

@@ -64,7 +64,7 @@ Place = tuple[int, int]
 """Which pass of its step goes through a use, and when the use's product reaches `.grad` in it."""
 
 
-class Explained(ABC, Generic[T]):
+class FromPatterns(ABC, Generic[T]):
     """One parameter's gradients, seen in one way."""
 
     def __init__(self, memory: Memory, parameter: str) -> None:
@@ -134,7 +134,7 @@ class Explained(ABC, Generic[T]):
         return "weight" if self.known.name == layer.weight else "bias"
 
 
-class ExplainedGradients(Explained[Tensor]):
+class ExplainedGradients(FromPatterns[Tensor]):
     """One parameter's gradients as a whole, in one dtype: in float64 they are free of rounding.
 
     Given a number as `jitter`, rows are moved by what storing and computing round away.
@@ -184,7 +184,7 @@ class ExplainedGradients(Explained[Tensor]):
         return rows + jitter(layer, part, rows, self._jitter)
 
 
-class Sums(Explained[Sum]):
+class Sums(FromPatterns[Sum]):
     """One parameter's gradients along v."""
 
     def __init__(self, memory: Memory, parameter: str) -> None:

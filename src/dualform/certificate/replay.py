@@ -165,41 +165,38 @@ class Replay:
     def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
         setting, fresh = self.memory.settings[self.log.setting[step]], bool(self.log.fresh[step])
-
-        def taken(factor: float) -> Tensor:
+        before, factors = (one.weights, one.state), iter([kappa])
+        heard, refuted = list[float](), set[float]()
+        if not (is_sure := kappa == 1.0 or not self._is_marked):
+            heard, refuted = self._factors.setdefault((step, kappa), (heard, refuted))
+            factors = chain(list(heard), self._near(step, total, kappa))
+            before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
+        held, tried = total, set[float]()
+        for factor in (f for f in factors if f not in refuted and f not in tried):
+            if tried:
+                one.put(*before)
             held = times(total, factor)
             try:
                 one.step(setting, held.clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
-            return held
-
-        if not self._is_marked or kappa == 1.0:
-            held = taken(kappa)
-            self._is_marked = self._is_marked and self._is_as_marked(one, step)
-            return held
-        before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
-        heard, refuted = self._factors.setdefault((step, kappa), ([], set()))
-        tried: set[float] = set()
-        for factor in chain(list(heard), self._near(step, total, kappa)):
-            if factor in refuted or factor in tried:
-                continue
-            if tried:
-                one.put(*before)
-            held = taken(factor)
+            if not self._is_marked:
+                return held
             if self._is_as_marked(one, step):
                 heard[:] = [factor]
                 refuted |= tried
                 return held
             tried.add(factor)
         self._is_marked = False  # it is not κ that is wrong
-        if tried:
-            one.put(*before)
-        return taken(kappa)
+        if is_sure:
+            return held
+        one.put(*before)
+        return self._take(one, step, total, kappa)
 
-    def _near(self, step: int, total: Tensor, kappa: float) -> list[float]:
-        """List what κ may have been: as measured, and by what makes the gradient what was seen."""
+    def _near(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
+        """What κ may have been: as measured, then by what makes the gradient what was seen."""
+        yield kappa
         rows, signs = total.double().reshape(len(self._signs), -1), self._signs
         along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
         whole = float(signs @ along) or TINY
@@ -209,7 +206,7 @@ class Replay:
         with np.errstate(all="ignore"):
             centre = np.float32(self.log.seen[step] / whole).view(np.int32)
             found = (centre + places).view(np.float32).astype(float)
-        return [kappa, *found[np.isfinite(found)].tolist()]
+        yield from found[np.isfinite(found)].tolist()
 
     def _is_as_marked(self, one: OneParameter, step: int) -> bool:
         mark, of_state = int(self.log.mark[step]), int(self.log.state_mark[step])

@@ -30,9 +30,6 @@ KINDS = {
 }
 
 
-OF_THE_MODEL = {"weights", "outputs"}
-
-
 @dataclass(frozen=True)
 class Check:
     """One comparison: a relative residual (0 is perfect), and the bound that rounding keeps to."""
@@ -119,21 +116,6 @@ class Verification:
         """The checks that did not pass."""
         return tuple(check for check in self.checks if not check.passed)
 
-    def residual(self, parameter: str, kind: str | None = None) -> float:
-        """The relative residual of one parameter: of the check named, or of its worst."""
-        return self._check(parameter, kind).residual
-
-    def bound(self, parameter: str, kind: str | None = None) -> float:
-        """The bound that rounding keeps that residual to."""
-        return self._check(parameter, kind).bound
-
-    def _check(self, parameter: str, kind: str | None) -> Check:
-        known = [c for c in self.checks if c.parameter == parameter and kind in (None, c.kind)]
-        if not known:
-            have = ", ".join(f"{check.parameter} ({check.kind})" for check in self.checks)
-            raise QueryError(f"nothing was checked for {parameter!r}, {kind}; checked: {have}")
-        return max(known, key=lambda check: check.severity)
-
     @property
     def table(self) -> Table:
         """One line per parameter: the verdict, residual ≤ bound of each check, the remainder."""
@@ -183,7 +165,7 @@ class Verification:
             f"{c.bound:.2g} of rounding{'' if c.step is None else f', worst at step {c.step}'}"
             for c in self.failures
         ]
-        if self.failures and not failed and {c.kind for c in self.failures} <= OF_THE_MODEL:
+        if self.failures and not failed:
             lines.append(
                 "  the memory agrees with itself: is this the model as it was after "
                 f"{self.steps:,} recorded updates?"

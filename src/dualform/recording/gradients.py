@@ -16,6 +16,7 @@ the worst case of rounding is six percent, and what is really there a thousandth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -145,8 +146,8 @@ def _is_multiple(w: Watched, kappa: float, room: float) -> bool:
 def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
     """Measure κ once more where products are of 16 bits: their rounding is far above that of sums.
 
-    Of each κ the smallest parameter's gradient is summed as torch sums it; the largest entry says
-    κ to the last place or the one before.
+    Of each κ the smallest parameter's gradient is summed as torch sums it, of those that a pass
+    goes through once; the largest entry says κ to the last place or the one before.
     """
     exact: dict[float, float] = {1.0: 1.0}
     chosen = [watch.parameters[i] for i in np.flatnonzero(among & ~watch.carried)]
@@ -163,14 +164,18 @@ def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
 
 
 def is_narrow(w: Watched) -> bool:
-    """Whether products of a parameter's pending patterns were made in fewer bits than it has."""
-    codes = {use.code for site in w.sites for use in site.pending if site.keep == "patterns"}
-    return any(COMPUTED_IN[code].itemsize < w.tensor.dtype.itemsize for code in codes)
+    """Whether products of a parameter's pending patterns were made in fewer bits than it has, one
+    in each pass: where several meet, a cast may have rounded their sum."""
+    calls = [call for site in w.sites for call in site.pending if site.keep == "patterns"]
+    is_once = len({call.number for call in calls}) == len(calls)
+    bytes_each = w.tensor.dtype.itemsize
+    return is_once and any(COMPUTED_IN[call.code].itemsize < bytes_each for call in calls)
 
 
 def pending_gradient(w: Watched) -> Tensor:
-    """The sum of a parameter's pending patterns as torch sums them: pass by pass."""
-    passes: dict[int, Tensor] = {}
+    """The sum of a parameter's pending patterns, pass by pass; as torch has it if each goes through
+    one use."""
+    found: list[tuple[int, slice, Tensor]] = []
     for site in w.sites:
         first = site.settled
         role = next(role for role, own in site.parameters if own is w)
@@ -179,12 +184,8 @@ def pending_gradient(w: Watched) -> Tensor:
             keys, signals = (site.parts[part].filled[here] for part in PARTS)
             rows = keys.to(dtype) if keys.is_floating_point() else keys, signals.to(dtype)
             own = site.kind.gradient(site.layer, role, *rows, use.shape, use.layout)
-            if own.shape != w.tensor.shape:
-                full = own.new_zeros(w.tensor.shape)
-                full[site.layer.rows_of(w.name)] = own
-                own = full
-            passes[use.number] = passes[use.number] + own if use.number in passes else own
+            found.append((use.number, site.layer.rows_of(w.name), own))
     total = torch.zeros_like(w.tensor)
-    for number in sorted(passes):
-        total += passes[number].to(total.dtype)
+    for _, place, own in sorted(found, key=itemgetter(0)):
+        total[place] += own.to(total.dtype)
     return total
