@@ -222,8 +222,11 @@ def test_16_bits_are_those_of_a_recording_in_that_dtype(
             assert np.allclose(ours.layer(name).lost(parameter), layer.lost(parameter), atol=1e-6)
             assert layer.lost(parameter).any()
     verdicts = {name: v.verdict for name, v in made.certificate.verdicts.items()}
-    assert verdicts == {name: v.verdict for name, v in verify(theirs).verdicts.items()}
-    assert {v for name, v in verdicts.items() if "norm" not in name} <= {ROUNDED, LITTLE}
+    # a recording in 16 bits keeps fewer states, so its stretches are longer
+    direct = {name: v.verdict for name, v in verify(theirs).verdicts.items()}
+    for name in verdicts:
+        expected = {BITS} if "norm" in name else {ROUNDED, LITTLE}
+        assert {verdicts[name], direct[name]} <= expected, name
     assert not made.certificate.failures
 
 
