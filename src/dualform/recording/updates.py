@@ -60,6 +60,8 @@ class Running:
     optimizer: Optimizer
     calls: int = 0
     moving: list[Watched] = field(default_factory=list)
+    new: list[Setting] = field(default_factory=list)
+    """Settings that no update had before."""
 
 
 class Updates:
@@ -124,9 +126,8 @@ class Updates:
         """Look at the gradients: now or, given a closure, after its last backward pass."""
         if self._running and self._running[-1].optimizer is optimizer:
             self.break_off()
-        for outer in self._running:  # one step runs inside another: the outer one only wraps
-            if outer.optimizer in self.optimizers:
-                self.optimizers.remove(outer.optimizer)
+        for outer in self._running:
+            self._unwrap(outer)
         running = Running(optimizer)
         self._running.append(running)
         if id(optimizer) in self._wrappers:
@@ -144,6 +145,18 @@ class Updates:
         if len(args) > 1:
             return (args[0], closure_then_look, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_look}
+
+    def _unwrap(self, outer: Running) -> None:
+        """One step runs inside another: the inner one is the rule; for it the line begins anew."""
+        optimizer, states = outer.optimizer, self.keeper.states
+        if optimizer in self.optimizers:
+            self.optimizers.remove(optimizer)
+        self._wrappers.add(id(optimizer))
+        states.take_over(None, [w for w in self.watch if states.owner[w.index] is optimizer])
+        indices = [w.index for w in outer.moving]
+        self._now.line.clear(indices)
+        self._now.is_known[indices] = False
+        outer.moving = []
 
     def break_off(self) -> bool:
         """An exception ended an update: of what it was moving nothing is known."""
@@ -165,7 +178,9 @@ class Updates:
         running.calls += 1
         if skips(optimizer):
             return
+        known = len(self.settings.settings)
         moving, places = self._read(optimizer)
+        running.new += self.settings.settings[known:]
         indices = [w.index for w in moving]
         if running.calls == 1:
             moved, held = self._now.line.moved, self.watch.held(optimizer)
@@ -199,7 +214,7 @@ class Updates:
 
     def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int]]:
         """Find what an optimizer is about to move, and by which of the settings."""
-        moving, places, known = [], [], len(self.settings.settings)
+        moving, places = [], []
         for group in optimizer.param_groups:
             place = -1
             for p in group["params"]:
@@ -208,12 +223,6 @@ class Updates:
                     place = self.settings.index(optimizer, group) if place < 0 else place
                     moving.append(w)
                     places.append(place)
-        for setting in self.settings.settings[known:]:
-            if rule_of(setting.path) is None:
-                self.findings.remark(
-                    f"{setting.path} is not known to be linear in its gradients: verify, at and "
-                    "attend work; contributions and masks do not reach what it moved"
-                )
         return moving, places
 
     def find_edits(self, is_over: bool = False, broken: Flags | None = None) -> bool:
@@ -316,14 +325,18 @@ class Updates:
     def after(self, optimizer: Optimizer) -> None:
         """The optimizer has moved: its patterns are settled; what `.grad` holds now is carried."""
         running = self._running.pop()
-        if self._running:  # it ran inside another's step
-            self._wrappers.update(id(outer.optimizer) for outer in self._running)
-        elif id(optimizer) in self._wrappers:
-            return  # what it adds to the inner one's update is an edit
+        if id(optimizer) in self._wrappers:  # what it adds to the inner one's update is an edit
+            return
         moving = running.moving if running.calls else self._unseen(optimizer)
         if not moving:
             return
         watch, line, indices = self.watch, self._now.line, [w.index for w in moving]
+        for setting in running.new:
+            if rule_of(setting.path) is None:
+                self.findings.remark(
+                    f"{setting.path} is not known to be linear in its gradients: verify, at and "
+                    "attend work; contributions and masks do not reach what it moved"
+                )
         if running.calls > 1:
             for w in moving:
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
