@@ -340,6 +340,41 @@ def test_a_change_through_a_parametrization_of_rules_is_found_at_the_next_finger
         train()
 
 
+@pytest.mark.filterwarnings("ignore:dualform")
+@pytest.mark.parametrize("audit", ["raise", "warn"])
+@pytest.mark.parametrize(("edited", "steps"), [(20, 200), (80, 200), (20, 30)])
+def test_one_entry_of_a_large_matrix_is_found_at_the_next_fingerprint(
+    edited: int, steps: int, audit: str, tmp_path: Path
+) -> None:
+    """Marks see some sixty entries; a fingerprint sees all, from the first step to the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 4))
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found_at = min(edited // 64 * 64 + 64, steps)
+
+    def train() -> None:
+        with record(model, optimizer, tmp_path / "run", audit=audit):
+            for step in range(steps):
+                if step == edited:
+                    model[0].weight.data[17, 3] += 0.05
+                update(model, optimizer, step)
+
+    if audit == "raise":
+        with pytest.raises(AuditError, match=r"'0.weight' is not where its learning rule puts it"):
+            train()
+    else:
+        train()
+    memory = Memory.open(tmp_path / "run")
+    assert [(e.step, e.what, e.parameters) for e in memory.events] == [
+        (found_at, "edited", ("0.weight",))
+    ]
+    assert memory.events[0].why in memory.remarks
+    found = verified(memory, model)
+    assert found.passed, found
+    assert (found_at < memory.steps) == ("but for 1 of" in found.verdicts["0.weight"].why)
+    assert torch.equal(at(memory, "0.weight", memory.steps), model[0].weight)
+
+
 def test_a_tied_pair_of_networks_is_told_apart(tmp_path: Path) -> None:
     """Two models at once, each with its own recorder."""
     models = [nn.Linear(4, 2), nn.Linear(4, 2)]

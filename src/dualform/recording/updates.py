@@ -248,6 +248,7 @@ class Updates:
         back = self.keeper.states.restored()
         if back == step:  # an update was broken off before it began
             return
+        self.keeper.is_edited = True
         if back is not None:
             self.findings.remark(
                 f"before step {step} weights and optimizer were put back to what they were "
@@ -283,6 +284,7 @@ class Updates:
             why = f"from here on another {type(optimizer).__name__} moves it"
             self.findings.event(self.step, "replaced", why, [w.name for w in replaced])
             self.keeper.snapshot(self.step, replaced)
+            self.keeper.is_edited = True
 
     def _explain(self, indices: list[int], scale: float) -> None:
         """Write down κ, and which parameters their patterns explain."""
