@@ -33,7 +33,7 @@ from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
-from dualform.recording.watched import Flags, LayerCall, Watch, Watched
+from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -294,12 +294,30 @@ class Updates:
         if not self.passes.is_summing or self.step % self.every:
             watch.unknown[moving] = True
             return
-        found = explain(watch, moving)
+        resolved = moving & watch.resolved
+        found = explain(watch, resolved)
         self._refuse(moving, found)
+        if self.step % ANCHOR == 0:
+            self._compare_keys(moving)
         resolved = moving & watch.resolved
         line.kappa[resolved] = np.where(found.is_explained, found.kappa * scale, np.nan)[resolved]
         line.explained[moving] = (found.is_explained & watch.resolved)[moving]
         line.seen[moving] = (watch.fold(watch.signs * watch.seen) * scale)[moving]
+
+    def _compare_keys(self, moving: Flags) -> None:
+        """Say whose keys, kept alone, are not all that its gradient comes from."""
+        watch = self.watch
+        alone = moving & ~watch.unknown & [w.why == KEYS_ALONE for w in watch]
+        if not alone.any():
+            return
+        found = explain(watch, alone)
+        for i in np.flatnonzero(alone & ~found.is_explained & np.isfinite(found.off)):
+            w = watch.parameters[i]
+            layers = " and ".join(repr(site.layer.name) for site in w.sites)
+            self.findings.remark(
+                f"the keys of layer {layers} are not all that wrote into {w.name!r} (a penalty on "
+                "weights, or a use outside the layer, say): attention does not see the rest"
+            )
 
     def _refuse(self, moving: Flags, found: Comparison) -> None:
         """Stop, or warn, where patterns do not explain a gradient."""
