@@ -157,13 +157,13 @@ class Keeper:
 
     def _begin_history(self, step: int, copies: Copies) -> None:
         """Take a fingerprint to compare the next one with; the snapshot tells readers of it."""
-        self._before = step, {w: along(w, *copied) for w, *copied in copies}
+        self._before = step, {copy[0]: along(*copy) for copy in copies}
 
     def _compare(
         self, step: int, copies: Copies, history: History, settings: list[Setting]
     ) -> None:
         """Take the fingerprint of a copied state; is it where the rule leads from the last one?"""
-        now = {w: along(w, *copied) for w, *copied in copies}
+        now = {copy[0]: along(*copy) for copy in copies}
         for w, found in now.items():
             fingerprint = torch.from_numpy(np.stack([found.W, found.m, found.size]))
             self.kept.append(("fingerprint", w.name, step, fingerprint))
