@@ -30,13 +30,7 @@ from dualform.layers import finding, kinds, torch_internals
 from dualform.layers.kinds import Kind
 from dualform.layers.layer import Layer
 from dualform.layers.linear import EXCHANGED
-from dualform.layers.torch_internals import (
-    detached,
-    hooks_on_saving,
-    keeps_graph,
-    running_pass,
-    will_run,
-)
+from dualform.layers.torch_internals import hooks_on_saving, keeps_graph, running_pass, will_run
 from dualform.layers.uses import UNFOLDED, Use
 from dualform.layers.walk import GraphWalk
 
@@ -204,9 +198,9 @@ class Capture:
         dtype = output.dtype if site.kind.key_dtype is None else key.dtype  # as the kernel rounds
         is_guarded = is_trained and hooks_on_saving(True) is None
         if not is_guarded or (key.dim() > 2 and not key.is_contiguous()):
-            key = detached(key, dtype, copy=True)
+            key = torch_internals.detached(key, dtype, copy=True)
         elif dtype is not key.dtype:
-            key = detached(key, dtype)
+            key = torch_internals.detached(key, dtype)
         shape = None
         if made_by.name() in UNFOLDED:  # an activation in place would cut it off its product
             made_by, shape = made_by.next_functions[0][0], output.shape
