@@ -51,6 +51,8 @@ class OpenStep:
     """Its backward passes, numbered as their patterns were settled."""
     is_seen: bool = True
     """Whether all its gradients were compared with sums."""
+    scales: dict[int, float] = field(default_factory=dict)
+    """By what fused optimizers multiplied gradients themselves."""
 
 
 @dataclass
@@ -204,7 +206,8 @@ class Updates:
                 assert w.tensor.grad is not None
                 project(w.tensor.grad, w)
             self.watch.projections.fetch(self.watch.seen)
-        scale = unscaled(optimizer)
+        if (scale := unscaled(optimizer)) != 1.0:
+            self._now.scales |= dict.fromkeys(indices, scale)
         self._explain(indices, scale)
         if any(site.keep == "examples" for site in self.watch.sites.values()):
             by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
@@ -429,6 +432,8 @@ class Updates:
         self.step += 1
         now.moved.clear()
         now.line.mark[:], now.line.state_mark[:] = keeper.states.remember(self.step)
+        for i, scale in now.scales.items():
+            watch.seen[watch.parameters[i].place] *= scale
         keeper.after_step(now.line, watch.seen if now.is_seen else None)
         self.on_step(now.line)
         self.go_on(self.step)
