@@ -149,6 +149,58 @@ def test_with_warnings_that_one_parameter_is_values_and_the_rest_stays_exact(
         assert edited == {parameter}
 
 
+KEYS_EDITS: dict[str, tuple[set[str], Tamper | None]] = {
+    "nothing": (set(), None),
+    "clipping": (set(), lambda m: clip_grad_norm_(m.parameters(), 1e-3)),
+    "a penalty": ({"3.weight"}, lambda m: m[3].weight.square().sum().backward()),
+    "a use outside": ({"5.weight"}, EDITS["a weight used outside its layer"][1]),
+    "two edits": (
+        {"0.bias", "3.weight"},
+        lambda m: [p.grad[1].add_(1) for p in (m[0].bias, m[3].weight)],
+    ),
+    "diverged": (set(), lambda m: m[3].weight.grad[0, 0].fill_(float("inf"))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:dualform")
+@pytest.mark.parametrize("keep", ["keys", {"0": "keys", "3": "keys", "5": "keys", "*": "patterns"}])
+@pytest.mark.parametrize("name", KEYS_EDITS)
+def test_of_keys_alone_it_is_said_once_that_they_are_not_all(
+    name: str, keep: Any, tmp_path: Path
+) -> None:
+    edited, tamper = KEYS_EDITS[name]
+    model = network()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with record(model, optimizer, tmp_path / "run", keep=keep, audit="warn"):
+        for step in range(140):
+            for _ in range(1 + step % 3):
+                loss_of(model).backward()
+            if tamper is not None and step >= 60:
+                tamper(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = Memory.open(tmp_path / "run")
+    said = [r for r in memory.remarks if "are not all that wrote into" in r]
+    assert {p for p in memory.parameters if any(f"into {p!r}" in r for r in said)} == edited
+    assert len(said) == len(edited)
+    assert name == "diverged" or verified(memory, model).passed
+
+
+def test_sums_of_some_passes_say_nothing_of_keys(tmp_path: Path) -> None:
+    """Gradients of several steps, where only some of the passes are summed."""
+    model = network()
+    first, second = SGD(model[:3].parameters(), lr=1e-3), SGD(model[3:].parameters(), lr=1e-3)
+    with record(model, [first, second], tmp_path / "run", keep="keys"):
+        for step in range(200):
+            loss_of(model).backward()
+            first.step()
+            if step % 3 == 0:
+                second.step()
+                second.zero_grad()
+            first.zero_grad()
+    assert Memory.open(tmp_path / "run").remarks == ()
+
+
 def test_the_message_says_how_much_and_what_may_have_been(tmp_path: Path) -> None:
     with pytest.raises(AuditError, match=r"^0\.\d+ of the gradient of '0.weight'") as raised:
         train(network(), tmp_path / "run", lambda m: clip_grad_value_(m.parameters(), 1e-5))

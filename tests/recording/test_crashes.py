@@ -311,7 +311,7 @@ def test_a_full_disk_is_said_and_what_was_committed_is_safe(
                     monkeypatch.setattr(os, "writev", full)
                     monkeypatch.setattr(os, "pwritev", full)
 
-    with pytest.raises(RecordingError, match="No space left on device"):
+    with pytest.raises(RecordingError, match=r"No space left on device.*The 11 steps .* are safe"):
         train()
     monkeypatch.undo()
     assert Memory.open(tmp_path / "run").steps >= 11

@@ -270,6 +270,59 @@ def test_an_optimizer_wrapped_around_another_adds_edits(tmp_path: Path) -> None:
     assert verified(memory, model).passed
 
 
+class SAM(torch.optim.Optimizer):
+    """Gradients are those of weights that were moved uphill; another optimizer uses them."""
+
+    def __init__(self, parameters: Any, inner: Callable[[Any], Any]) -> None:
+        super().__init__(parameters, {})
+        self.inner = inner(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        torch.enable_grad()(closure)()
+        for p in parameters:
+            self.state[p]["uphill"] = 0.05 * p.grad
+            p.add_(self.state[p]["uphill"])
+        torch.enable_grad()(closure)()
+        for p in parameters:
+            p.sub_(self.state[p]["uphill"])
+        self.inner.step()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another optimizer"])
+@each_kind
+def test_an_optimizer_that_calls_its_closure_twice_around_another_changes_nothing(
+    kind: str, beside: bool, tmp_path: Path
+) -> None:
+    model = network()
+    optimizer = SAM(model[int(beside) * 3 :].parameters(), KINDS[kind])
+    other = [SGD(model[:3].parameters(), lr=0.1)] if beside else []
+    states = {0: state_of(model)}
+
+    def closure() -> None:
+        model[3:].zero_grad()
+        backward(model, step)
+
+    with record(model, [*other, optimizer], tmp_path / "run"):
+        for step in range(STEPS):
+            model.zero_grad()
+            if beside:
+                backward(model, step)
+                other[0].step()
+            optimizer.step(closure)
+            states[step + 1] = state_of(model)
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps == STEPS
+    assert {e.what for e in memory.events} <= {"shaken"}
+    assert not any("SAM" in remark for remark in memory.remarks)
+    found = verified(memory, model)
+    assert found.passed, found
+    for step, state in states.items():
+        rebuilt = at(memory, "4.weight", step, {"tests.recording.rules.Lion": Lion})
+        assert (rebuilt - state["4.weight"]).abs().max() < 1e-5
+
+
 def test_a_change_through_a_parametrization_of_rules_is_found_at_the_next_fingerprint(
     tmp_path: Path,
 ) -> None:
@@ -285,6 +338,41 @@ def test_a_change_through_a_parametrization_of_rules_is_found_at_the_next_finger
 
     with pytest.raises(AuditError, match=r"'0.weight' is not where its learning rule puts it"):
         train()
+
+
+@pytest.mark.filterwarnings("ignore:dualform")
+@pytest.mark.parametrize("audit", ["raise", "warn"])
+@pytest.mark.parametrize(("edited", "steps"), [(20, 200), (80, 200), (20, 30)])
+def test_one_entry_of_a_large_matrix_is_found_at_the_next_fingerprint(
+    edited: int, steps: int, audit: str, tmp_path: Path
+) -> None:
+    """Marks see some sixty entries; a fingerprint sees all, from the first step to the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 4))
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found_at = min(edited // 64 * 64 + 64, steps)
+
+    def train() -> None:
+        with record(model, optimizer, tmp_path / "run", audit=audit):
+            for step in range(steps):
+                if step == edited:
+                    model[0].weight.data[17, 3] += 0.05
+                update(model, optimizer, step)
+
+    if audit == "raise":
+        with pytest.raises(AuditError, match=r"'0.weight' is not where its learning rule puts it"):
+            train()
+    else:
+        train()
+    memory = Memory.open(tmp_path / "run")
+    assert [(e.step, e.what, e.parameters) for e in memory.events] == [
+        (found_at, "edited", ("0.weight",))
+    ]
+    assert memory.events[0].why in memory.remarks
+    found = verified(memory, model)
+    assert found.passed, found
+    assert (found_at < memory.steps) == ("but for 1 of" in found.verdicts["0.weight"].why)
+    assert torch.equal(at(memory, "0.weight", memory.steps), model[0].weight)
 
 
 def test_a_tied_pair_of_networks_is_told_apart(tmp_path: Path) -> None:

@@ -257,3 +257,34 @@ def test_numbers_are_those_of_a_dictionary(
         stored += [bits(rows)[i] for i in fresh.tolist()]
     assert stored == list(known)
     assert index.rows == len(known)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.first, self.head = nn.Parameter(torch.randn(WIDTH, 8)), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.block(self.embed(inputs) + inputs @ self.first))
+        return hidden.sum(1)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_what_training_computes_does_not_go_through_the_index(cast: bool, tmp_path: Path) -> None:
+    """However a layer is called: packed attention, a product of its own, under autocast."""
+    model = Attending()
+    optimizer = sgd(model)
+    with recording(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = F.cross_entropy(model(torch.ones(5, 3, WIDTH)).float(), torch.arange(5) % 4)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = Memory.open(tmp_path / "run")
+    once = {name for name in memory.layers if memory.layer(name).distinct is not None}
+    assert once == {"embed", "first"}
+    assert {"block.self_attn.in_proj", "block.self_attn.out_proj"} < set(memory.layers)
+    assert verified(memory, model).passed

@@ -144,7 +144,7 @@ class GraphUses:
         if layer is not None and key is not None:
             self._asking = True
             try:
-                given = key if isinstance(key, Tensor) else key()
+                given = (key if isinstance(key, Tensor) else key()).detach()
             finally:
                 self._asking = False
             rows = ordered(kinds.of(layer.kind).keys(given))

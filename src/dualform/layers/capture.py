@@ -198,9 +198,9 @@ class Capture:
         dtype = output.dtype if site.kind.key_dtype is None else key.dtype  # as the kernel rounds
         is_guarded = is_trained and hooks_on_saving(True) is None
         if not is_guarded or (key.dim() > 2 and not key.is_contiguous()):
-            key = key.detach().to(dtype, copy=True)
+            key = torch_internals.detached(key, dtype, copy=True)
         elif dtype is not key.dtype:
-            key = key.detach().to(dtype)
+            key = torch_internals.detached(key, dtype)
         shape = None
         if made_by.name() in UNFOLDED:  # an activation in place would cut it off its product
             made_by, shape = made_by.next_functions[0][0], output.shape
@@ -250,4 +250,7 @@ class Capture:
         if site.by_examples:
             self.on_use(site.layer, key, signal, site.kind.leading(key), context, layout)
         else:
-            self.on_use(site.layer, *site.kind.rows(site.layer, key, signal), context, layout)
+            rows, signal, over = site.kind.rows(site.layer, key, signal)
+            if key.requires_grad and not rows.requires_grad:  # a copy
+                rows.requires_grad_()
+            self.on_use(site.layer, rows, signal, over, context, layout)

@@ -98,17 +98,23 @@ def saved_input(node: Node, name: str) -> Tensor | Callable[[], Tensor] | None:
     if unpack is not None:
         return partial(_brought, unpack, getattr(raw, "data", None))
     tensor = getattr(node, f"_saved_{name}", None)
-    return tensor.detach() if isinstance(tensor, Tensor) else None
+    return detached(tensor) if isinstance(tensor, Tensor) else None
+
+
+def detached(tensor: Tensor, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
+    """Cut a tensor off what made it; whether training computed it is still to be seen."""
+    made = tensor.detach().to(dtype or tensor.dtype, copy=copy)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _brought(bring: Callable[[Any], Tensor], promise: Any) -> Tensor:
     """Have a promise kept. A checkpoint gives each tensor out once in a backward pass and forgets
     it; the node will want it as well, so while it is asked here it is kept from forgetting."""
     if running_pass() == -1 or not isinstance(getattr(promise, "handles", None), dict):
-        return bring(promise).detach()
+        return detached(bring(promise))
     promise.handles = _Lasting(promise.handles)
     try:
-        return bring(promise).detach()
+        return detached(bring(promise))
     finally:
         promise.handles = dict(promise.handles)
 

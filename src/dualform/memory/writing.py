@@ -90,8 +90,13 @@ class MemoryWriter:
                 f"steps from {content.first_step} on were to be added to {self.path}, which holds "
                 f"{self.steps} steps. This is a mistake in dualform; please report it"
             )
-        with refusing(self.path):
+        try:
             self._append_line(self._write_segment(content))
+        except OSError as error:
+            raise RecordingError(
+                f"writing to {self.path} failed: {error}. The {self.steps} steps committed before "
+                "are safe and can be read; free some space or choose another disk, and try again"
+            ) from error
         self.steps += content.steps
 
     def _write_segment(self, content: SegmentContent) -> dict[str, Any]:

@@ -51,11 +51,6 @@ class Findings:
         found = {"step": step, "what": what, "why": why, "parameters": parameters, **more}
         self.events.append(found)
 
-    def has_edits_since(self, step: int) -> bool:
-        """Whether weights or states were changed, or optimizers replaced, from a step on."""
-        quiet = ("unexplained", "shaken")
-        return any(e["step"] >= step and e["what"] not in quiet for e in self.events[-64:])
-
     def stop(self, sentence: str) -> None:
         """Raise now if the audit is strict: the optimizer has not moved, nothing is lost."""
         if self.is_strict:

@@ -71,12 +71,12 @@ class Comparison:
 
 
 def explain(watch: Watch, moving: Flags) -> Comparison:
-    """Compare the gradients that an optimizer is about to use with what their patterns sum to."""
+    """Compare gradients that an optimizer is about to use with what their patterns sum to."""
     E, g, fold, room = watch.E, watch.seen, watch.fold, sum_bound(watch.gross)
     squares, products, difference = fold(E * E), fold(E * g), g - E
     rest = fold(difference * difference)
     size = np.sqrt(squares)
-    here = moving & watch.resolved & ~watch.unknown
+    here = moving & ~watch.unknown
     sure = here & (size > room)
     kappa = np.ones(len(watch))
     if sure.any():
@@ -85,10 +85,11 @@ def explain(watch: Watch, moving: Flags) -> Comparison:
             rest = fold((g - kappa[watch.owner] * E) ** 2)
     found = Comparison(kappa, here & (np.sqrt(rest) <= room * np.abs(kappa) + LEAST), np.sqrt(rest))
     if (kappa != 1.0).any():
-        for i in np.flatnonzero(found.is_explained & (watch.rows == 1) & ~watch.carried):
+        among = found.is_explained & watch.resolved  # not keys alone
+        for i in np.flatnonzero(among & (watch.rows == 1) & ~watch.carried):
             if kappa[i] != 1.0 and watch.parameters[i].v is not None:
                 found.is_explained[i] = _is_multiple(watch.parameters[i], kappa[i], room[i])
-        _sharpen(watch, kappa, found.is_explained)
+        _sharpen(watch, kappa, found.is_explained & watch.resolved)
     return found
 
 

@@ -61,6 +61,8 @@ class Keeper:
         self.recorded = 0
         """How many bytes of rows were recorded so far, as they are stored."""
         self.due = False
+        self.is_edited = False
+        """Whether anything but updates changed the state since the last fingerprint."""
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()
         self._history: History = []
@@ -87,6 +89,7 @@ class Keeper:
         """Keep everything as it is: before the first update, or changed after the last one."""
         self.snapshot(step, self._watch)
         self._keep_buffers(step)
+        self._worker.do(self._begin_history, step, self._copies(self._watch))
 
     def _keep_buffers(self, step: int, with_large: bool = True) -> int:
         return sum(self._put("buffer", *own) for own in self._buffers.changes(step, with_large))
@@ -138,39 +141,48 @@ class Keeper:
             self._bytes += self.snapshot(step, chosen)
             self._keep_buffers(step)
         self.due = False
-        copies: Copies = []
-        for w in chosen:
+        history, self._history = [] if self.is_edited else self._history, []
+        self.is_edited = False
+        self._worker.do(self._compare, step, self._copies(chosen), history, settings)
+
+    def _copies(self, watched: Iterable[Watched]) -> Copies:
+        copies = []
+        for w in watched:
             m = self.states.state(w).get("momentum_buffer")
             copied = m.to("cpu", copy=True) if isinstance(m, Tensor) else None
             copies.append((w, w.tensor.detach().to("cpu", copy=True), copied))
-        history, self._history = self._history, []
-        if self._findings.has_edits_since(step - len(history)):
-            history = []
-        self._worker.do(self._compare, step, copies, history, settings)
+        return copies
 
     # -- the worker's thread --------------------------------------------------------------------
+
+    def _begin_history(self, step: int, copies: Copies) -> None:
+        """Take a fingerprint to compare the next one with; the snapshot tells readers of it."""
+        self._before = step, {copy[0]: along(*copy) for copy in copies}
 
     def _compare(
         self, step: int, copies: Copies, history: History, settings: list[Setting]
     ) -> None:
         """Take the fingerprint of a copied state; is it where the rule leads from the last one?"""
-        now = {}
-        for w, weights, momentum in copies:
-            v = None if w.v is None else w.v.double().cpu()
-            W, size = projected(weights, v)
-            m = np.zeros_like(W) if momentum is None else projected(momentum, v)[0]
-            now[w] = Along(W, m, size)
-            fingerprint = torch.from_numpy(np.stack([W, m, size]))
+        now = {copy[0]: along(*copy) for copy in copies}
+        for w, found in now.items():
+            fingerprint = torch.from_numpy(np.stack([found.W, found.m, found.size]))
             self.kept.append(("fingerprint", w.name, step, fingerprint))
         (since, before), self._before = self._before, (step, now)
         if step - since != len(history) or any(seen is None for _, seen in history):
             return
-        for w, start in before.items() if history else ():
-            if not self._is_reached(w, start, now[w], history, settings):
-                self._findings.stop_later(
+        for w, weights, momentum in copies if history else ():
+            if w in before and not self._is_reached(w, before[w], now[w], history, settings):
+                why = (
                     f"{w.name!r} is not where its learning rule puts it: something changed it "
                     f"between its updates of steps {since} and {step - 1}"
                 )
+                self._findings.stop_later(why)
+                self._findings.event(step, "edited", why, [w.name])
+                if w.name not in self._found:
+                    self._found.add(w.name)
+                    self.kept.append(("weights", w.name, step, weights))
+                    if momentum is not None:
+                        self.kept.append(("state.momentum_buffer", w.name, step, momentum))
 
     def _is_reached(
         self, w: Watched, start: Along, end: Along, history: History, settings: list[Setting]
@@ -188,6 +200,13 @@ class Keeper:
                 )
         off = walk(start, end, motions, float(self._watch.u[w.index]))
         return bool((off.room_W >= off.W).all() or not np.isfinite(end.W).all())
+
+
+def along(w: Watched, weights: Tensor, momentum: Tensor | None) -> Along:
+    """Take the fingerprint of a copy."""
+    v = None if w.v is None else w.v.double().cpu()
+    W, size = projected(weights, v)
+    return Along(W, np.zeros_like(W) if momentum is None else projected(momentum, v)[0], size)
 
 
 class Buffers:

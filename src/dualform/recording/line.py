@@ -34,6 +34,12 @@ class Line:
         setting = np.full(count, -1, np.int32)
         return cls(no[0], setting, no[1], no[2], none[0], no[3], none[1], marks[0], marks[1])
 
+    def clear(self, indices: list[int]) -> None:
+        """Write down of some parameters that nothing has happened to them."""
+        blank = Line.blank(len(indices))
+        for f in fields(self):
+            getattr(self, f.name)[indices] = getattr(blank, f.name)
+
 
 def stacked(lines: list[Line]) -> dict[str, NDArray[np.generic]]:
     """The lines of a segment as the log's columns, [steps, parameters]."""

@@ -174,6 +174,8 @@ class Passes:
             if bias is not None and bias.tensor.requires_grad:
                 size = size_of(norm, signal) * len(signal) ** 0.5 * spread(len(keys))
                 self._add(bias, site.layer, signal.sum(0), size * u)
+        else:
+            self.watch.unknown[site.indices] = True
         return len(keys)
 
     def _keep_examples(self, site: Site, given: Tensor, signal: Tensor, is_summing: bool) -> int:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dualform.errors import DualFormError, RecordingError
 from dualform.layers import Layer
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.contents import Contents, Regions
@@ -118,16 +117,8 @@ class Sink:
 
     def raise_failure(self) -> None:
         """Raise what stopped the writer."""
-        error = self._failure
-        if error is None:
-            return
-        if isinstance(error, DualFormError):
-            raise error
-        raise RecordingError(
-            f"writing to {self._writer.path} failed: {error}. The {self._writer.steps} "
-            "steps committed before are safe and can be read; free some space or choose another "
-            "disk, and record again"
-        ) from error
+        if self._failure is not None:
+            raise self._failure
 
     def close(self, last: Callable[[], None]) -> None:
         """Write what is complete, and seal the memory, or say in it why it ends where it does."""

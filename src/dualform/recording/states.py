@@ -41,7 +41,7 @@ class States:
     def _listed(self) -> list[Optimizer]:
         return list({id(o): o for o in self.owner if o is not None}.values())
 
-    def take_over(self, optimizer: Optimizer, watched: list[Watched]) -> list[Optimizer]:
+    def take_over(self, optimizer: Optimizer | None, watched: list[Watched]) -> list[Optimizer]:
         """Give parameters to another optimizer; return those that have none any more."""
         earlier = self._owners
         for w in watched:

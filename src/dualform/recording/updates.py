@@ -33,7 +33,7 @@ from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
-from dualform.recording.watched import Flags, LayerCall, Watch, Watched
+from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -51,6 +51,8 @@ class OpenStep:
     """Its backward passes, numbered as their patterns were settled."""
     is_seen: bool = True
     """Whether all its gradients were compared with sums."""
+    scales: dict[int, float] = field(default_factory=dict)
+    """By what fused optimizers multiplied gradients themselves."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Running:
     optimizer: Optimizer
     calls: int = 0
     moving: list[Watched] = field(default_factory=list)
+    new: list[Setting] = field(default_factory=list)
+    """Settings that no update had before."""
 
 
 class Updates:
@@ -124,9 +128,8 @@ class Updates:
         """Look at the gradients: now or, given a closure, after its last backward pass."""
         if self._running and self._running[-1].optimizer is optimizer:
             self.break_off()
-        for outer in self._running:  # one step runs inside another: the outer one only wraps
-            if outer.optimizer in self.optimizers:
-                self.optimizers.remove(outer.optimizer)
+        for outer in self._running:
+            self._unwrap(outer)
         running = Running(optimizer)
         self._running.append(running)
         if id(optimizer) in self._wrappers:
@@ -144,6 +147,18 @@ class Updates:
         if len(args) > 1:
             return (args[0], closure_then_look, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_look}
+
+    def _unwrap(self, outer: Running) -> None:
+        """One step runs inside another: the inner one is the rule; for it the line begins anew."""
+        optimizer, states = outer.optimizer, self.keeper.states
+        if optimizer in self.optimizers:
+            self.optimizers.remove(optimizer)
+        self._wrappers.add(id(optimizer))
+        states.take_over(None, [w for w in self.watch if states.owner[w.index] is optimizer])
+        indices = [w.index for w in outer.moving]
+        self._now.line.clear(indices)
+        self._now.is_known[indices] = False
+        outer.moving = []
 
     def break_off(self) -> bool:
         """An exception ended an update: of what it was moving nothing is known."""
@@ -165,7 +180,9 @@ class Updates:
         running.calls += 1
         if skips(optimizer):
             return
+        known = len(self.settings.settings)
         moving, places = self._read(optimizer)
+        running.new += self.settings.settings[known:]
         indices = [w.index for w in moving]
         if running.calls == 1:
             moved, held = self._now.line.moved, self.watch.held(optimizer)
@@ -189,7 +206,8 @@ class Updates:
                 assert w.tensor.grad is not None
                 project(w.tensor.grad, w)
             self.watch.projections.fetch(self.watch.seen)
-        scale = unscaled(optimizer)
+        if (scale := unscaled(optimizer)) != 1.0:
+            self._now.scales |= dict.fromkeys(indices, scale)
         self._explain(indices, scale)
         if any(site.keep == "examples" for site in self.watch.sites.values()):
             by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
@@ -199,7 +217,7 @@ class Updates:
 
     def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int]]:
         """Find what an optimizer is about to move, and by which of the settings."""
-        moving, places, known = [], [], len(self.settings.settings)
+        moving, places = [], []
         for group in optimizer.param_groups:
             place = -1
             for p in group["params"]:
@@ -208,12 +226,6 @@ class Updates:
                     place = self.settings.index(optimizer, group) if place < 0 else place
                     moving.append(w)
                     places.append(place)
-        for setting in self.settings.settings[known:]:
-            if rule_of(setting.path) is None:
-                self.findings.remark(
-                    f"{setting.path} is not known to be linear in its gradients: verify, at and "
-                    "attend work; contributions and masks do not reach what it moved"
-                )
         return moving, places
 
     def find_edits(self, is_over: bool = False, broken: Flags | None = None) -> bool:
@@ -239,6 +251,7 @@ class Updates:
         back = self.keeper.states.restored()
         if back == step:  # an update was broken off before it began
             return
+        self.keeper.is_edited = True
         if back is not None:
             self.findings.remark(
                 f"before step {step} weights and optimizer were put back to what they were "
@@ -274,6 +287,7 @@ class Updates:
             why = f"from here on another {type(optimizer).__name__} moves it"
             self.findings.event(self.step, "replaced", why, [w.name for w in replaced])
             self.keeper.snapshot(self.step, replaced)
+            self.keeper.is_edited = True
 
     def _explain(self, indices: list[int], scale: float) -> None:
         """Write down κ, and which parameters their patterns explain."""
@@ -283,12 +297,30 @@ class Updates:
         if not self.passes.is_summing or self.step % self.every:
             watch.unknown[moving] = True
             return
-        found = explain(watch, moving)
+        resolved = moving & watch.resolved
+        found = explain(watch, resolved)
         self._refuse(moving, found)
+        if self.step % ANCHOR == 0:
+            self._compare_keys(moving)
         resolved = moving & watch.resolved
         line.kappa[resolved] = np.where(found.is_explained, found.kappa * scale, np.nan)[resolved]
         line.explained[moving] = (found.is_explained & watch.resolved)[moving]
         line.seen[moving] = (watch.fold(watch.signs * watch.seen) * scale)[moving]
+
+    def _compare_keys(self, moving: Flags) -> None:
+        """Say whose keys, kept alone, are not all that its gradient comes from."""
+        watch = self.watch
+        alone = moving & ~watch.unknown & [w.why == KEYS_ALONE for w in watch]
+        if not alone.any():
+            return
+        found = explain(watch, alone)
+        for i in np.flatnonzero(alone & ~found.is_explained & np.isfinite(found.off)):
+            w = watch.parameters[i]
+            layers = " and ".join(repr(site.layer.name) for site in w.sites)
+            self.findings.remark(
+                f"the keys of layer {layers} are not all that wrote into {w.name!r} (a penalty on "
+                "weights, or a use outside the layer, say): attention does not see the rest"
+            )
 
     def _refuse(self, moving: Flags, found: Comparison) -> None:
         """Stop, or warn, where patterns do not explain a gradient."""
@@ -316,14 +348,18 @@ class Updates:
     def after(self, optimizer: Optimizer) -> None:
         """The optimizer has moved: its patterns are settled; what `.grad` holds now is carried."""
         running = self._running.pop()
-        if self._running:  # it ran inside another's step
-            self._wrappers.update(id(outer.optimizer) for outer in self._running)
-        elif id(optimizer) in self._wrappers:
-            return  # what it adds to the inner one's update is an edit
+        if id(optimizer) in self._wrappers:  # what it adds to the inner one's update is an edit
+            return
         moving = running.moving if running.calls else self._unseen(optimizer)
         if not moving:
             return
         watch, line, indices = self.watch, self._now.line, [w.index for w in moving]
+        for setting in running.new:
+            if rule_of(setting.path) is None:
+                self.findings.remark(
+                    f"{setting.path} is not known to be linear in its gradients: verify, at and "
+                    "attend work; contributions and masks do not reach what it moved"
+                )
         if running.calls > 1:
             for w in moving:
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
@@ -396,6 +432,8 @@ class Updates:
         self.step += 1
         now.moved.clear()
         now.line.mark[:], now.line.state_mark[:] = keeper.states.remember(self.step)
+        for i, scale in now.scales.items():
+            watch.seen[watch.parameters[i].place] *= scale
         keeper.after_step(now.line, watch.seen if now.is_seen else None)
         self.on_step(now.line)
         self.go_on(self.step)

@@ -30,6 +30,8 @@ from dualform.recording.tags import Tag
 SMALL = 1 << 12
 """Up to this many entries a parameter without patterns is kept after every update."""
 
+KEYS_ALONE = "its layer keeps keys alone"
+
 FIRST_BYTES = 1 << 20
 """About how large a part's first region is."""
 
@@ -197,7 +199,7 @@ class Watch:
                 continue
             w.sites.append(site)
             self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
-            w.why = w.why if self.resolved[w.index] else "its layer keeps keys alone"
+            w.why = w.why if self.resolved[w.index] else KEYS_ALONE
             w.is_news = True
         if word == "values":
             return False
