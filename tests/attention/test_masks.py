@@ -262,3 +262,9 @@ def test_spotlights_of_other_layers_are_not_masked(run: Any) -> None:
     labels = run.memory.layer("fc1").patterns["label"]
     assert len(attention["fc1"].rows) == int(np.sum(labels != 1))
     assert len(attention["fc2"].rows) == 240
+
+
+def test_a_memory_without_rows_of_what_was_written_refuses_masks(train: Any) -> None:
+    run = train(steps=3, options={"keep": "values"})
+    with pytest.raises(df.QueryError, match="kept as keys alone or as values"):
+        run.dual.without()

@@ -133,7 +133,7 @@ class CompiledCandidates:
 
 
 class PlainCandidates:
-    """One long list of everything that reached its limit, cut back by sorting now and then."""
+    """One long list of everything that reached its limit, cut back by sorting when it is long."""
 
     def __init__(self, groups: int, k: int, room: engine.Reals, dtype: Any) -> None:
         self._groups, self._k = groups, k

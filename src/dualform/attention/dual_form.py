@@ -388,6 +388,11 @@ class DualForm:
             for layer in map(self.memory.layer, mask.layers or self.memory.layers)
             if layer.keep != "keys"
         ]
+        if not concerned:
+            raise QueryError(
+                f"{mask} was asked for, but no layer it concerns has rows of what patterns wrote: "
+                "they are kept as keys alone or as values. attend, at and verify work there"
+            )
         if not any(self._view.reach(layer.weight) for layer in concerned):
             self._view.need_reach(concerned[0])
         return self._with(self._view.masked((*self._view.masks, mask)))

@@ -48,7 +48,7 @@ def reporting(progress: Progress) -> Iterator[None]:
 
 
 def reported(parts: Iterable[Block], total: int) -> Iterator[Block]:
-    """The same blocks; whoever asked for progress is told of each."""
+    """The same blocks; progress is reported after each, if it was asked for."""
     progress, done = _progress.get(), 0
     for part in parts:
         if progress is not None:
@@ -101,7 +101,7 @@ class Room:
 
 
 def keys_of(part: Block) -> Tensor:
-    """A block's keys as they are stored: to be widened by whoever uses them."""
+    """A block's keys as they are stored: the caller widens them."""
     narrow = part.narrow_keys
     return part.keys if narrow is None else narrow
 

@@ -154,7 +154,7 @@ def run_by_patterns(
 def tensors_of(view: View) -> dict[str, Tensor]:
     """Parameters and buffers of a view as the network uses them: own dtype, buffers as recorded.
 
-    Always copies: whoever gets them may train on, and the view stays as it is.
+    Always copies: the caller may train on them, and the view stays as it is.
     """
     parameters, memory = view.memory.parameters, view.memory
     state = {n: w.to(parameters[n].dtype, copy=True) for n, w in view.weights.items()}

@@ -214,7 +214,7 @@ def _by_rows(keys: Tensor, queries: engine.Reals, out: engine.Reals, room: threa
 def _dots(keys: engine.Reals, queries: engine.Reals, out: engine.Reals) -> None:
     """out[t] = keys[t]·queries[t] (or ·queries, if there is one): each row on its own."""
     if hasattr(np, "vecdot"):
-        with np.errstate(over="ignore", invalid="ignore"):  # whoever asked looks at the result
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the result
             np.vecdot(keys, queries, out=out)
     else:  # numpy before 2.0
         out[:] = torch.from_numpy(keys * queries).sum(1).numpy()

@@ -10,9 +10,9 @@ and at random across a row: a bound is the rule's own recursion with absolute va
     e_g ← λ e_W + u |g|      e_m ← μ e_m + e_g + u |m|      e_W ← e_W + η e_m + ½u |W| + u |ηm|
 
 Why it is hard: a bound must hold for honest runs of every size, and still find one learning rate
-that is off by 2e-4. What each line is for was found by trying: the room of
-a sum comes from ‖x‖, never from x·v, which may be small by chance where x is not; |W| is the
-largest on the way, since entries cross zero; a few steps do not average.
+that is off by 2e-4. What each line is for was found by trying: the room of a sum comes from ‖x‖,
+never from x·v, which may be small by chance where x is not; |W| is the largest on the way, since
+entries cross zero; a few steps do not average.
 """
 
 from __future__ import annotations

@@ -97,4 +97,4 @@ class EmbeddingKind(Kind):
         return self.write(terms.new_zeros(layer.in_features), keys, terms).sqrt()
 
 
-EMBEDDING = register(EmbeddingKind())
+register(EmbeddingKind())

@@ -119,5 +119,7 @@ class Kept:
 
 def _checked(value: Any, shape: tuple[int, ...], dtype: torch.dtype, segment: Segment) -> Tensor:
     if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
-        raise damaged(segment.path, f"it keeps {value!r:.100}, expected {dtype} {shape}")
+        is_tensor = isinstance(value, Tensor)
+        seen = f"{value.dtype} {tuple(value.shape)}" if is_tensor else f"{value!r:.100}"
+        raise damaged(segment.path, f"it keeps {seen}, expected {dtype} {shape}")
     return value

@@ -20,7 +20,7 @@ What holds everywhere in this room:
    the writer once they are handed over. They are pending until their layer's optimizer moves.
 2. The worker is waited for in four places: a pass's begin and end, an update, a commit.
 3. A step counts once its line is appended; nothing is written into a line after that.
-4. What has patterns is explained, what has none is written down; nothing is summed up.
+4. What patterns do not explain is kept as states and events; no remainder is computed here.
 5. There is one way through a pass (`passes.py`) and one way through an update (`updates.py`).
 6. Nothing that can raise stands between the end of the loop and closing the sink.
 """

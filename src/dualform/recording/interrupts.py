@@ -2,7 +2,7 @@
 
 A signal's handler runs between any two instructions of the main thread: also inside the optimizer's
 step, when half of the weights have moved, or between a step and its record. Whatever the recorder
-then wrote would be wrong. So while an update is under way the signal is only noted, and handed to
+then wrote would be wrong. So while an update is under way the signal is only kept, and handed to
 the handler it was meant for right after: microseconds later, at a moment when everything is whole.
 
 A second signal of the same kind is never kept waiting. Only handlers written in Python are looked

@@ -85,7 +85,7 @@ class Keeper:
                     size += self._put(f"state.{name}", w.name, step, value)
         return size
 
-    def begin(self, step: int) -> None:
+    def keep_all(self, step: int) -> None:
         """Keep everything as it is: before the first update, or changed after the last one."""
         self.snapshot(step, self._watch)
         self._keep_buffers(step)

@@ -77,7 +77,7 @@ class Recorder:
         self._interrupts = Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
-        self._calls, self._count = 0, 0
+        self._calls, self._moves = 0, 0
         self._parts: _Parts
 
     # -- what users see -------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Recorder:
             >>> recorder.tag(example=[3, 1, 4], label=[0, 7, 7], task="digits")   # doctest: +SKIP
         """
         self._must_be_recording("tag")
-        self._tag = self._tags.make(self._count, columns)
+        self._tag = self._tags.make(self._moves, columns)
 
     def flush(self) -> None:
         """Commit every complete step and wait until it is on disk for good.
@@ -223,7 +223,7 @@ class Recorder:
             for w in watch:
                 watch.unknown[w.index] = not is_empty(w.tensor.grad)
             writer.begin(self._description(resumed, step))
-            keeper.begin(step)
+            keeper.keep_all(step)
             states.take()
             states.remember(step)
             capture.start()
@@ -261,7 +261,7 @@ class Recorder:
         """What is true of a forward call: its tag, whether that is stale, which call it is."""
         self._calls += 1
         tag = self._tag
-        return Context(tag, tag is not None and tag.update != self._count, self._calls)
+        return Context(tag, tag is not None and tag.update != self._moves, self._calls)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         updates = self._parts.updates
@@ -279,7 +279,7 @@ class Recorder:
         if self._state != "recording" or not updates.holds(optimizer):
             return
         try:
-            self._count += 1
+            self._moves += 1  # of any optimizer: a step may have several, a tag holds until one
             updates.after(optimizer)
         finally:
             if not updates.is_open:
@@ -323,7 +323,7 @@ class Recorder:
             if updates.is_under_way:
                 updates.close_step()
             if updates.find_edits(is_over=True) or is_edited:
-                parts.keeper.begin(updates.step)
+                parts.keeper.keep_all(updates.step)
             else:
                 self._keep_state(keep=True)
         finally:

@@ -21,7 +21,7 @@ from dualform.memory.files import NO_VALUE
 
 RESERVED = ("step", "position", "microbatch", "call", "rank")
 
-ARGUMENTS = ("layers", "strength", "unresolved")
+ARGUMENTS = ("layers", "strength")
 """What masks take besides columns: a tag of that name could not be asked for."""
 
 KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": "string"}

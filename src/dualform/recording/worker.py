@@ -1,6 +1,7 @@
 """One thread beside training, which does what it is given, in order.
 
-What goes wrong in it is raised where it is waited for.
+What goes wrong in it is raised where it is waited for. There are two: the worker proper (of which
+the rest of this page speaks), and the writer of `sink.py`.
 
 Copying rows and summing them on the training thread would cost it 13 % on the paper's network; here
 that work runs while the backward pass goes on. The worker is waited for in four places, and nowhere
