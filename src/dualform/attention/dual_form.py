@@ -391,7 +391,7 @@ class DualForm:
         if not concerned:
             raise QueryError(
                 f"{mask} was asked for, but no layer it concerns has rows of what patterns wrote: "
-                "they are kept as keys alone or as values. attend, at and verify work there"
+                "they are kept as keys alone or as values. at and verify work there"
             )
         if not any(self._view.reach(layer.weight) for layer in concerned):
             self._view.need_reach(concerned[0])
