@@ -195,8 +195,16 @@ class Replay:
         return self._take(one, step, total, kappa)
 
     def _near(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
-        """What κ may have been: as measured, then by what makes the gradient what was seen."""
-        yield kappa
+        """What κ may have been: as measured or near it, and what makes the gradient what was seen.
+
+        That may be far off where the rows' signed sum is small by chance.
+        """
+        with np.errstate(all="ignore"):
+            near = np.float32(kappa).view(np.int32) + np.array(
+                sorted(range(-REACH, REACH + 1), key=abs), np.int32
+            )
+            found = near.view(np.float32).astype(float)
+        yield from (kappa, *found[np.isfinite(found)].tolist())
         rows, signs = total.double().reshape(len(self._signs), -1), self._signs
         along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
         whole = float(signs @ along) or TINY

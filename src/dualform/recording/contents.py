@@ -80,6 +80,10 @@ class Contents:
             ]
             if self._stored is not None and site.keep == "patterns":
                 lost[layer.name] = self._lost(site, parts, found)
+        passes: dict[int, set[int]] = {}
+        for call in (u for found in used.values() for u in found):
+            passes.setdefault(call.step, set()).add(call.number)
+        rank = {(s, n): r for s, own in passes.items() for r, n in enumerate(sorted(own))}
         laid = {layer: [self._laid_over(layer, u) for u in found] for layer, found in used.items()}
         pairs = [
             (u.tag, s) for la, found in used.items() for u, s in zip(found, laid[la], strict=True)
@@ -93,7 +97,10 @@ class Contents:
             uses={
                 layer.name: use_table(
                     [
-                        [*u[:6], positions(u.tag, over), next(start), u.layout]
+                        [
+                            *(u.step, rank[u.step, u.number], *u[2:6]),
+                            *(positions(u.tag, over), next(start), u.layout),
+                        ]
                         for u, over in zip(found, laid[layer], strict=True)
                     ],
                     [u.shape for u in found],

@@ -36,6 +36,9 @@ SINGLE = 2.0**-24
 
 PARTS = ("keys", "error_signals")
 
+COARSE = 1e-4
+"""From this share of a sum on its rounding hides a factor that is not 1: products of 16 bits."""
+
 LEAST = 64 * 2.0**-149
 """Below this float32 has no digits left, so nothing can be said of a difference."""
 
@@ -89,6 +92,7 @@ def explain(watch: Watch, moving: Flags) -> Comparison:
         for i in np.flatnonzero(among & (watch.rows == 1) & ~watch.carried):
             if kappa[i] != 1.0 and watch.parameters[i].v is not None:
                 found.is_explained[i] = _is_multiple(watch.parameters[i], kappa[i], room[i])
+    if (kappa != 1.0).any() or (room > COARSE * size)[sure].any():
         _sharpen(watch, kappa, found.is_explained & watch.resolved)
     return found
 
@@ -150,7 +154,7 @@ def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
     Of each κ the smallest parameter's gradient is summed as torch sums it, of those that a pass
     goes through once; the largest entry says κ to the last place or the one before.
     """
-    exact: dict[float, float] = {1.0: 1.0}
+    exact: dict[float, float] = {}
     chosen = [watch.parameters[i] for i in np.flatnonzero(among & ~watch.carried)]
     for w in sorted(chosen, key=lambda w: w.tensor.numel()):
         factor = float(kappa[w.index])

@@ -47,8 +47,6 @@ class OpenStep:
     is_known: Flags
     """Of which parameters it is written down whether their gradient was carried over."""
     moved: list[Optimizer] = field(default_factory=list)
-    passes: dict[int, int] = field(default_factory=dict)
-    """Its backward passes, numbered as their patterns were settled."""
     is_seen: bool = True
     """Whether all its gradients were compared with sums."""
     scales: dict[int, float] = field(default_factory=dict)
@@ -395,7 +393,7 @@ class Updates:
 
     def _settle(self, moving: list[Watched]) -> None:
         """The rows of the layers that moved belong to this step."""
-        numbers, watch = self._now.passes, self.watch
+        watch = self.watch
         moved = {w.index for w in moving}
         settled: list[int] = []
         for site in watch.sites.values():
@@ -407,8 +405,7 @@ class Updates:
                 continue
             settled += site.indices
             for use in site.pending:
-                number = numbers.setdefault(use.number, len(numbers))
-                site.uses.append(LayerCall(self.step, number, *use[2:]))
+                site.uses.append(LayerCall(self.step, *use[1:]))
                 site.settled += use.rows
             site.pending = []
         self._write_carried([i for i in settled if i not in moved])

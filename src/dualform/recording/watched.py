@@ -45,7 +45,7 @@ class LayerCall(NamedTuple):
     step: int
     """-1: no update has consumed it."""
     number: int
-    """Which backward pass of its step, or of the run while it is pending."""
+    """Which backward pass of the run."""
     call: int
     order: int
     """As the how-manieth of all layers its pass arrived at it."""
