@@ -232,7 +232,7 @@ def test_it_prints_and_converts_and_says_whether_it_fits(tmp_path: Path) -> None
         ({"inputs": 3}, "no tensor"),
         ({"model": mlp().requires_grad_(False)}, "nothing that the model returns can be trained"),
         ({"model": nn.Linear}, "expected a torch.nn.Module"),
-        ({"dtype": "float8"}, "float32, float16, bfloat16"),
+        ({"dtype": "float8"}, "'float32', 'float16', 'bfloat16'"),
         ({"keep": {"nowhere": "keys"}}, "matches no layer"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.attention.ledger import Training, network
 from torch.optim import Optimizer
 
 import dualform as df
+from dualform.errors import AuditError
 
 STEPS, WHEN = 24, 11
 """How many updates there are, and before which one something happens."""
@@ -215,9 +217,11 @@ def test_a_rule_that_goes_entry_by_entry_is_refused_by_name_after_what_is_not_ex
 def test_what_the_optimizer_remembers_edited_by_hand_is_in_the_remainder_and_fails_verify(
     tmp_path: Path, rule: str
 ) -> None:
-    """Nothing on record accounts for it, so it has to fail; what patterns wrote stays right."""
+    """A rule with scalars alone is followed, and the run stops; else nothing on record accounts for
+    it, so it has to fail. What patterns wrote stays right."""
     t = Training(tmp_path / "run", rule)
-    with t.recording():
+    stops = pytest.raises(AuditError, match="not where its learning rule puts it")
+    with stops if rule == "SGD" else nullcontext(), t.recording():
         for step in range(STEPS):
             if step == WHEN:
                 for p in t.model.parameters():
