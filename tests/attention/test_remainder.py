@@ -234,8 +234,11 @@ def test_what_the_optimizer_remembers_edited_by_hand_is_in_the_remainder_and_fai
     assert abs(split.residual) <= EXACT
     assert abs(split.shares[UNEXPLAINED]) > 1e-6
     certificate = t.dual.verify(every_step=True)
-    assert not certificate.passed
-    assert {v.step for v in certificate.verdicts.values()} == {WHEN}
+    if rule == "SGD":  # now it is on record
+        assert all("not where its learning rule" in v.why for v in certificate.verdicts.values())
+    else:
+        assert not certificate.passed
+        assert {v.step for v in certificate.verdicts.values()} == {WHEN}
 
 
 def test_a_bias_beyond_reach_is_a_share_of_its_own(tmp_path: Path) -> None:

@@ -200,10 +200,8 @@ class Replay:
         That may be far off where the rows' signed sum is small by chance.
         """
         with np.errstate(all="ignore"):
-            near = np.float32(kappa).view(np.int32) + np.array(
-                sorted(range(-REACH, REACH + 1), key=abs), np.int32
-            )
-            found = near.view(np.float32).astype(float)
+            beside = np.array(sorted(range(-REACH, REACH + 1), key=abs), np.int32)
+            found = (np.float32(kappa).view(np.int32) + beside).view(np.float32).astype(float)
         yield from (kappa, *found[np.isfinite(found)].tolist())
         rows, signs = total.double().reshape(len(self._signs), -1), self._signs
         along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
