@@ -100,10 +100,24 @@ def _through_calls(
         along = {
             role: torch.stack([one.along[role] for one in own]).sum(0) for role in own[0].along
         }
+        _must_be(layer, view, along, primal)
         return contribution(view, layer, own[0]._replace(along=along), target, primal)
     rows = torch.cat([kind.keys(call.given) for call in calls])
     asking.check_finite(rows, f"what layer {layer.name!r} receives for this input")
     return contribution(view, layer, asked(layer, rows, directions), target, primal)
+
+
+def _must_be(layer: LayerMemory, view: View, along: Mapping[str, Tensor], primal: float) -> None:
+    """Refuse where a layer answers by more than its weights: batch norms know running statistics,
+    and examples wrote into them by the statistics of their batch."""
+    pairs = [(layer.weight, "weight"), (layer.bias, "bias")]
+    own = [(view.weights[n].double()[layer.rows_of(n)] * along[role]) for n, role in pairs if n]
+    total, size = (float(sum(f(part) for part in own)) for f in (Tensor.sum, Tensor.norm))
+    if abs(total - primal) > 1e-3 * (size + abs(primal)):
+        raise QueryError(
+            f"layer {layer.name!r} normalises this input by running statistics, which no example "
+            "wrote, so what examples wrote does not add up to its output. Name another layer"
+        )
 
 
 def _through_uses(
