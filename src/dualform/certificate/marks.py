@@ -53,6 +53,7 @@ class Marks:
             (owner, nth, t) for owner, own in enumerate(tensors) for nth, t in enumerate(own)
             if t.numel()
         ]  # fmt: skip
+        self._natures = [nature_of(t) for _, _, t in self._read]
         found = [_views(t) for _, _, t in self._read]
         sizes = [sum(map(len, views)) for views in found]
         self._places = [slice(*ends) for ends in pairwise(np.cumsum([0, *sizes]).tolist())]
@@ -63,17 +64,24 @@ class Marks:
         factors = (_factors(nth)[:n] for (_, nth, _), n in zip(self._read, sizes, strict=True))
         self._factors = np.concatenate([np.zeros(0, np.uint32), *factors])
         self._is_seen = all(t.is_cpu and t.is_contiguous() for _, _, t in self._read)
-        self._views, self._memory = [v for views in found for v in views], self._addresses()
+        self._found, self._memory = found, self._addresses()
+        self._views = [view for views in found for view in views]
 
     def _addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.tensors]
 
     def sampled(self) -> Words:
-        """Copy the sampled entries of all parameters, as words."""
+        """Copy the sampled entries of all parameters, as words.
+
+        Of a tensor that has become another dtype or shape, those that were last read.
+        """
         memory = self._addresses()
         if memory != self._memory or not self._is_seen:  # other memory, or on another device
             self._memory = memory
-            self._views = [view for _, _, t in self._read for view in _views(t)]
+            for place, (_, _, tensor) in enumerate(self._read):
+                if nature_of(tensor) == self._natures[place]:
+                    self._found[place] = _views(tensor)
+            self._views = [view for views in self._found for view in views]
         return np.concatenate(self._views) if self._views else np.zeros(0, np.int32)
 
     def numbers(self, sampled: Words) -> NDArray[np.uint32]:
@@ -93,6 +101,11 @@ class Marks:
                 most = np.abs(a - b).max(), np.maximum(np.abs(a), np.abs(b)).max()
                 found[:, owner] = np.maximum(found[:, owner], most)
         return found
+
+
+def nature_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """What a conversion changes: the shape, and the dtype."""
+    return tensor.shape, tensor.dtype
 
 
 def _views(tensor: Tensor) -> list[Words]:

@@ -76,9 +76,12 @@ class Keeper:
         return value.nbytes if isinstance(value, Tensor) else 8
 
     def snapshot(self, step: int, watched: Iterable[Watched], *, states: bool = True) -> int:
-        """Keep the very bits of parameters and of what is remembered of them."""
+        """Keep the very bits of parameters and of what is remembered of them.
+
+        Of a parameter in another dtype, or shape, than the memory says there are none to keep.
+        """
         size = 0
-        for w in watched:
+        for w in (w for w in watched if not w.is_converted):
             size += self._put("weights", w.name, step, w.tensor)
             for name, value in self.states.state(w).items() if states else ():
                 if is_kept(value):
@@ -147,7 +150,7 @@ class Keeper:
 
     def _copies(self, watched: Iterable[Watched]) -> Copies:
         copies = []
-        for w in watched:
+        for w in (w for w in watched if not w.is_converted):
             m = self.states.state(w).get("momentum_buffer")
             copied = m.to("cpu", copy=True) if isinstance(m, Tensor) else None
             copies.append((w, w.tensor.detach().to("cpu", copy=True), copied))

@@ -48,7 +48,7 @@ from dualform.recording.sink import Sink
 from dualform.recording.states import States
 from dualform.recording.tags import Context, Tag, Tags
 from dualform.recording.updates import ANCHOR, Updates
-from dualform.recording.watched import Watch, is_empty
+from dualform.recording.watched import Watch, is_empty, listed
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
@@ -319,6 +319,12 @@ class Recorder:
             self._findings.remark(f"the training loop was ended by {kind.__name__}")
         try:
             parts.passes.finish()
+            if found := parts.watch.converted():
+                names, now = listed([w.name for w in found]), found[0].tensor
+                self._findings.remark(
+                    f"{names}: became {now.dtype} {list(now.shape)} after update "
+                    f"{updates.step}; the memory ends with what it was"
+                )
             is_edited = updates.is_open and updates.break_off()
             if updates.is_under_way:
                 updates.close_step()

@@ -95,18 +95,17 @@ class States:
         Weights: by more than adding something and taking it away again leaves; of loops that do so
         between two updates (an attack on the weights, say) `shaken` says whose last bits are
         others. What optimizers remember: where it is another object, as `load_state_dict` leaves
-        it.
+        it. Parameters in another dtype, or shape, cannot be compared.
         """
         now, before = self._weights.sampled(), self._known
         self.shaken = found = np.zeros(len(self._watch), bool)
         self._follow()
-        if now.shape != self._last.shape:  # another dtype
-            self._weights = Marks([[w.tensor] for w in self._watch])
-            return ~found
         if now.tobytes() != self._last.tobytes():
             off, size = self._weights.apart(self._last, now)
             found = ~(off <= 16 * self._watch.u * size)
             self.shaken = (off != 0) & ~found
         if before != self._known:
             found = found | (self._states.numbers(self._states.sampled()) != self._numbers[1])
+        if found.any():
+            found[[w.index for w in self._watch.converted()]] = False
         return found

@@ -33,7 +33,7 @@ from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
-from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched
+from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched, listed
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -174,6 +174,7 @@ class Updates:
     def look(self, running: Running) -> None:
         """Read settings and gradients of everything that an optimizer is about to move."""
         self.passes.finish()
+        self.watch.refuse_converted()
         running.moving, optimizer = [], running.optimizer
         running.calls += 1
         if skips(optimizer):
@@ -260,10 +261,9 @@ class Updates:
             return
         edited = [self.watch.parameters[i] for i in np.flatnonzero(changed)]
         names = [w.name for w in edited]
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if not any(event["what"] == "edited" for event in self.findings.events):
             self.findings.remark(
-                f"{listed}: changed between updates, first before step {step}; what such "
+                f"{listed(names)}: changed between updates, first before step {step}; what such "
                 "changes wrote is part of the remainder"
             )
         self.findings.event(step, "edited", "changed between two updates", names)

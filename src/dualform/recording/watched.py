@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING
+from dualform.certificate.marks import nature_of
+from dualform.errors import RecordingError
 from dualform.layers import Kind, Layer, kinds
 from dualform.memory.directions import direction, signs
 from dualform.recording.regions import Region
@@ -120,6 +122,10 @@ class Watched:
     is_news: bool = False
     """Whether how it is kept has changed since the last segment."""
 
+    def __post_init__(self) -> None:
+        self.nature = nature_of(self.tensor)
+        """Its shape and dtype when recording began."""
+
     def rows_of(self, layer: Layer) -> Tensor:
         """The rows (or entries) of it that a layer uses."""
         return self.tensor.detach()[layer.rows_of(self.name)]
@@ -128,6 +134,11 @@ class Watched:
         """Where those lie among the rows of all parameters."""
         own = layer.rows_of(self.name)
         return slice(self.place.start + own.start, self.place.start + own.stop)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it has another dtype, or shape, than the memory says."""
+        return nature_of(self.tensor) != self.nature
 
     @property
     def is_small(self) -> bool:
@@ -180,6 +191,21 @@ class Watch:
             for p in group["params"]:
                 if (w := self.by_id.get(id(p))) is not None:
                     yield w
+
+    def converted(self) -> list[Watched]:
+        """The parameters that the loop has put into another dtype, or shape."""
+        return [w for w in self.parameters if w.is_converted]
+
+    def refuse_converted(self) -> None:
+        """Stop before anything is trained in another dtype, or shape, than the memory has."""
+        if found := self.converted():
+            (shape, dtype), now = found[0].nature, found[0].tensor
+            raise RecordingError(
+                f"{listed([w.name for w in found])}: converted while being recorded. "
+                f"{found[0].name!r} is {now.dtype} {list(now.shape)} now, expected {dtype} "
+                f"{list(shape)} as when recording began. Every update before is recorded, none "
+                "after: convert the model before dualform.record, or record again into a new path"
+            )
 
     def fold(self, rows: Reals) -> Reals:
         """Sums over the rows of every parameter."""
@@ -269,6 +295,11 @@ class Projections:
                 out[rows] = found.numpy()
             else:
                 out[rows] = found.double().cpu().numpy()
+
+
+def listed(names: list[str]) -> str:
+    """Name the first three, and say how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def height_of(parameter: Tensor) -> int:
