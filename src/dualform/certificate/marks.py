@@ -49,12 +49,11 @@ class Marks:
     def __init__(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = [t for own in tensors for t in own]
         self._count = len(tensors)
-        self._read = [
-            (owner, nth, t) for owner, own in enumerate(tensors) for nth, t in enumerate(own)
-            if t.numel()
-        ]  # fmt: skip
-        self._natures = [nature_of(t) for _, _, t in self._read]
-        found = [_views(t) for _, _, t in self._read]
+        self.seen = [t.detach() for t in self.tensors]
+        """The same memory; of one that was put into another dtype or shape, what it was before."""
+        owned = [(owner, nth) for owner, own in enumerate(tensors) for nth in range(len(own))]
+        self._read = [(*owned[i], i) for i, t in enumerate(self.tensors) if t.numel()]
+        found = [_views(self.seen[i]) for _, _, i in self._read]
         sizes = [sum(map(len, views)) for views in found]
         self._places = [slice(*ends) for ends in pairwise(np.cumsum([0, *sizes]).tolist())]
         owners = [owner for owner, _, _ in self._read]
@@ -63,9 +62,9 @@ class Marks:
         self._starts = np.array([self._places[i].start for i in firsts], np.int64)
         factors = (_factors(nth)[:n] for (_, nth, _), n in zip(self._read, sizes, strict=True))
         self._factors = np.concatenate([np.zeros(0, np.uint32), *factors])
-        self._is_seen = all(t.is_cpu and t.is_contiguous() for _, _, t in self._read)
-        self._found, self._memory = found, self._addresses()
-        self._views = [view for views in found for view in views]
+        read = [self.tensors[i] for _, _, i in self._read]
+        self._is_seen = all(t.is_cpu and t.is_contiguous() for t in read)
+        self._views, self._memory = [v for views in found for v in views], self._addresses()
 
     def _addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.tensors]
@@ -73,15 +72,14 @@ class Marks:
     def sampled(self) -> Words:
         """Copy the sampled entries of all parameters, as words.
 
-        Of a tensor that has become another dtype or shape, those that were last read.
+        Of a tensor that was put into another dtype or shape, those of what it was before.
         """
         memory = self._addresses()
         if memory != self._memory or not self._is_seen:  # other memory, or on another device
             self._memory = memory
-            for place, (_, _, tensor) in enumerate(self._read):
-                if nature_of(tensor) == self._natures[place]:
-                    self._found[place] = _views(tensor)
-            self._views = [view for views in self._found for view in views]
+            pairs = zip(self.tensors, self.seen, strict=True)
+            self.seen = [t.detach() if nature_of(t) == nature_of(s) else s for t, s in pairs]
+            self._views = [view for _, _, i in self._read for view in _views(self.seen[i])]
         return np.concatenate(self._views) if self._views else np.zeros(0, np.int32)
 
     def numbers(self, sampled: Words) -> NDArray[np.uint32]:
@@ -95,9 +93,9 @@ class Marks:
     def apart(self, before: Words, now: Words) -> NDArray[np.float64]:
         """How far sampled entries of each parameter are apart at most, and how large they are."""
         found = np.zeros((2, self._count))
-        for (owner, _, tensor), place in zip(self._read, self._places, strict=True):
+        for (owner, _, i), place in zip(self._read, self._places, strict=True):
             if not np.array_equal(before[place], now[place]):
-                a, b = (_entries(words[place], tensor.dtype) for words in (before, now))
+                a, b = (_entries(words[place], self.seen[i].dtype) for words in (before, now))
                 most = np.abs(a - b).max(), np.maximum(np.abs(a), np.abs(b)).max()
                 found[:, owner] = np.maximum(found[:, owner], most)
         return found

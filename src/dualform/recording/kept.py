@@ -76,13 +76,10 @@ class Keeper:
         return value.nbytes if isinstance(value, Tensor) else 8
 
     def snapshot(self, step: int, watched: Iterable[Watched], *, states: bool = True) -> int:
-        """Keep the very bits of parameters and of what is remembered of them.
-
-        Of a parameter in another dtype, or shape, than the memory says there are none to keep.
-        """
+        """Keep the very bits of parameters and of what is remembered of them."""
         size = 0
-        for w in (w for w in watched if not w.is_converted):
-            size += self._put("weights", w.name, step, w.tensor)
+        for w in watched:
+            size += self._put("weights", w.name, step, self.states.weights(w))
             for name, value in self.states.state(w).items() if states else ():
                 if is_kept(value):
                     size += self._put(f"state.{name}", w.name, step, value)
@@ -150,10 +147,10 @@ class Keeper:
 
     def _copies(self, watched: Iterable[Watched]) -> Copies:
         copies = []
-        for w in (w for w in watched if not w.is_converted):
+        for w in watched:
             m = self.states.state(w).get("momentum_buffer")
             copied = m.to("cpu", copy=True) if isinstance(m, Tensor) else None
-            copies.append((w, w.tensor.detach().to("cpu", copy=True), copied))
+            copies.append((w, self.states.weights(w).to("cpu", copy=True), copied))
         return copies
 
     # -- the worker's thread --------------------------------------------------------------------
@@ -198,9 +195,7 @@ class Keeper:
                 rule = rule_of(setting.path)
                 if rule is None or not rule.is_linear:
                     return True
-                motions.append(
-                    Motion(linear_factors(setting, fresh, w.tensor.dtype), seen[w.place])
-                )
+                motions.append(Motion(linear_factors(setting, fresh, w.nature[1]), seen[w.place]))
         off = walk(start, end, motions, float(self._watch.u[w.index]))
         return bool((off.room_W >= off.W).all() or not np.isfinite(end.W).all())
 

@@ -320,9 +320,8 @@ class Recorder:
         try:
             parts.passes.finish()
             if found := parts.watch.converted():
-                names, now = listed([w.name for w in found]), found[0].tensor
                 self._findings.remark(
-                    f"{names}: became {now.dtype} {list(now.shape)} after update "
+                    f"{listed([w.name for w in found])}: became {found[0].became} after update "
                     f"{updates.step}; the memory ends with what it was"
                 )
             is_edited = updates.is_open and updates.break_off()

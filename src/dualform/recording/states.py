@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.certificate.marks import Marks, Words, remembered
@@ -48,6 +49,10 @@ class States:
             self.owner[w.index] = optimizer
         self._owners = self._listed()
         return [o for o in earlier if all(o is not left for left in self._owners)]
+
+    def weights(self, w: Watched) -> Tensor:
+        """A parameter; of one in another dtype, or shape, than the memory says, what it was."""
+        return self._weights.seen[w.index] if w.is_converted else w.tensor.detach()
 
     def state(self, w: Watched) -> dict[str, Any]:
         """What the optimizer remembers of a parameter."""
@@ -95,7 +100,7 @@ class States:
         Weights: by more than adding something and taking it away again leaves; of loops that do so
         between two updates (an attack on the weights, say) `shaken` says whose last bits are
         others. What optimizers remember: where it is another object, as `load_state_dict` leaves
-        it. Parameters in another dtype, or shape, cannot be compared.
+        it.
         """
         now, before = self._weights.sampled(), self._known
         self.shaken = found = np.zeros(len(self._watch), bool)
@@ -106,6 +111,4 @@ class States:
             self.shaken = (off != 0) & ~found
         if before != self._known:
             found = found | (self._states.numbers(self._states.sampled()) != self._numbers[1])
-        if found.any():
-            found[[w.index for w in self._watch.converted()]] = False
         return found

@@ -124,6 +124,7 @@ class Updates:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients: now or, given a closure, after its last backward pass."""
+        self.watch.refuse_converted()
         if self._running and self._running[-1].optimizer is optimizer:
             self.break_off()
         for outer in self._running:
@@ -174,7 +175,6 @@ class Updates:
     def look(self, running: Running) -> None:
         """Read settings and gradients of everything that an optimizer is about to move."""
         self.passes.finish()
-        self.watch.refuse_converted()
         running.moving, optimizer = [], running.optimizer
         running.calls += 1
         if skips(optimizer):

@@ -141,6 +141,13 @@ class Watched:
         return nature_of(self.tensor) != self.nature
 
     @property
+    def became(self) -> str:
+        """What it was converted to."""
+        shape, dtype = nature_of(self.tensor)
+        is_cast = dtype != self.nature[1]
+        return str(dtype).removeprefix("torch.") if is_cast else f"of shape {list(shape)}"
+
+    @property
     def is_small(self) -> bool:
         return self.tensor.numel() <= SMALL
 
@@ -203,8 +210,8 @@ class Watch:
             raise RecordingError(
                 f"{listed([w.name for w in found])}: converted while being recorded. "
                 f"{found[0].name!r} is {now.dtype} {list(now.shape)} now, expected {dtype} "
-                f"{list(shape)} as when recording began. Every update before is recorded, none "
-                "after: convert the model before dualform.record, or record again into a new path"
+                f"{list(shape)}, as when recording began. Every update before is recorded: convert "
+                "the model before dualform.record, or record again into a new path"
             )
 
     def fold(self, rows: Reals) -> Reals:
