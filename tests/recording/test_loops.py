@@ -13,7 +13,9 @@ from tests.recording.runs import verified
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from dualform.attention import DualForm
 from dualform.certificate.report import BITS, KEPT, ROUNDED
+from dualform.errors import QueryError
 from dualform.memory import Memory
 from dualform.recording import record
 
@@ -73,6 +75,33 @@ def test_the_memory_is_what_a_naive_recorder_keeps(loop: str, mode: str, tmp_pat
     verdicts = {v.verdict for v in found.verdicts.values()}
     assert expected in verdicts
     assert verdicts <= {expected, BITS if expected == ROUNDED else expected}
+    ask(memory, training.model, loop)
+
+
+def ask(memory: Memory, model: nn.Module, loop: str) -> None:
+    """Attention is key · query; contributions and the remainder add up, or are refused by name."""
+    dual, early = DualForm(model, memory, optimizer=Lion), {"step": slice(0, 7)}
+    for name in memory.layers:
+        layer = memory.layer(name)
+        query, keys = torch.randn(1, layer.in_features), layer.keys.double()
+        spotlight = dual.attend(queries=query, layers=name)[name]
+        assert torch.allclose(spotlight.weights[0], keys @ query[0].double(), atol=1e-9)
+        if memory.layer(name).keep == "keys" or "Lion" in str(memory.settings):
+            with pytest.raises(QueryError, match="keys alone are kept|cannot be told apart"):
+                dual.without(layers=name)
+            continue
+        if loop != "gan":  # its two networks have no forward pass together
+            split = dual.contribute(torch.randn(1, 7), target=2, layer=name)
+            size = sum(abs(share) for share in split.shares.values())
+            assert abs(split.residual) <= 1e-6 * size, name
+        views = dual.without(layers=name, **early), dual.only(layers=name, **early)
+        parts, whole = (
+            [d.weights(torch.float64) for d in ds]
+            for ds in (views, (dual, dual.without(layers=name)))
+        )
+        for n in memory.parameters:
+            off = parts[0][n] + parts[1][n] - whole[0][n] - whole[1][n]
+            assert off.abs().max() <= 1e-12 * (1 + sum(w[n].abs().max() for w in [*parts, *whole]))
 
 
 def compare(memory: Memory, naive: loops.Naive, bound: float) -> None:
