@@ -87,7 +87,7 @@ def ask(memory: Memory, model: nn.Module, loop: str) -> None:
         spotlight = dual.attend(queries=query, layers=name)[name]
         assert torch.allclose(spotlight.weights[0], keys @ query[0].double(), atol=1e-9)
         if memory.layer(name).keep == "keys" or "Lion" in str(memory.settings):
-            with pytest.raises(QueryError, match="keys alone are kept|cannot be told apart"):
+            with pytest.raises(QueryError, match=r"keys alone are kept|cannot be told apart"):
                 dual.without(layers=name)
             continue
         if loop != "gan":  # its two networks have no forward pass together
