@@ -217,10 +217,11 @@ class Sums(FromPatterns[Sum]):
             lost = np.array([0.0, layer.stored_eps / 2 * float(terms.sum()) ** 0.5])
         u = max(ROUNDING[layer.uses.dtype_of(use)], ROUNDING[self.known.dtype])
         (gv, squares), place = np.zeros((2, self.known.height)), layer.rows_of(self.known.name)
-        gv[place], squares[place] = along.numpy(), u * u * (terms.numpy() + floor)
         by_examples = layer.keep == "examples"
         terms_added = prod(layer.uses.shape_of(use)) if by_examples else len(rows)
-        return Sum(gv, squares, u * gross * spread(terms_added, in_turn=by_examples), lost)
+        u *= spread(terms_added, in_turn=by_examples)
+        gv[place], squares[place] = along.numpy(), u * u * (terms.numpy() + floor)
+        return Sum(gv, squares, u * gross, lost)
 
 
 def rows_of(layer: LayerMemory, use: int, part: str) -> Tensor:
