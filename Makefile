@@ -83,7 +83,7 @@ paper-images: setup ## the paper's image experiments: half an hour on two cores,
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py $(ARGS)
 	$(BIN)/python experiments/page.py
 
-paper-images-quick: setup ## the same in little, in two minutes: shapes, not the paper's numbers
+paper-images-quick: setup ## the same on a small scale, in two minutes: shapes, not the paper's numbers
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/paper_images.py --quick
 
 clean: ## remove .venv, caches and build output

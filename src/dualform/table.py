@@ -1,7 +1,7 @@
 """Small tables that print well: what every question about a memory comes back as.
 
 A table is a handful of equally long columns and a caption that states sign and unit of its numbers:
-the question users ask most is what a number means. It is deliberately not a data frame. Whoever
+the question users ask most is what a number means. It is deliberately not a data frame. Who
 wants one calls `.to_pandas()` or `.to_arrow()`, and only then is such a library imported.
 """
 
