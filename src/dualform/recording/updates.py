@@ -494,7 +494,7 @@ class Updates:
         """Say what has become values, once per reason: a surprise if its layer has patterns."""
         found: dict[str, list[Watched]] = {}
         for w in self.watch.unsaid:
-            if w.tensor.requires_grad:
+            if w.tensor.requires_grad and not self.watch.resolved[w.index]:
                 found.setdefault(w.why, []).append(w)
         self.watch.unsaid = []
         for why, values in found.items():
