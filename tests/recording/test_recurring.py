@@ -330,7 +330,7 @@ def test_keys_of_layers_fed_the_same_tensor_are_stored_once(dtype: str, tmp_path
             rows = torch.cat([b.keys for b in found.layer(name).blocks(7, error_signals=False)])
             assert torch.equal(rows, expected if found is memory else expected.half().float())
             assert torch.equal(found.layer(name).keys[3:9], rows[3:9])
-    model(torch.randn(5, 6)).sum().backward()
     with record(model, tmp_path / "run", dtype=dtype, resume=True):
+        model(torch.randn(5, 6)).sum().backward()
         optimizer.step()
     assert torch.equal(Memory.open(tmp_path / "run").layer("v").keys[:30], expected)
