@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.certificate.bounds import Along, Motion, walk
+from dualform.certificate.bounds import ROUNDING, Along, Motion, walk
 from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
 from dualform.recording.findings import Findings
 from dualform.recording.line import Line
 from dualform.recording.states import States
-from dualform.recording.watched import SMALL, Reals, Watch, Watched
+from dualform.recording.watched import SMALL, Flags, Reals, Watch, Watched
 from dualform.recording.worker import Worker
 
 SHARE, SMALL_SHARE = 1 / 16, 1 / 10
@@ -66,7 +66,7 @@ class Keeper:
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()
         self._history: History = []
-        self._before: tuple[int, dict[Watched, Along]] = -1, {}
+        self._before: tuple[int, Along]
         self._trained = np.zeros(len(watch), bool)
 
     def _put(self, what: str, name: str, step: int, value: Any) -> int:
@@ -157,54 +157,70 @@ class Keeper:
 
     def _begin_history(self, step: int, copies: Copies) -> None:
         """Take a fingerprint to compare the next one with; the snapshot tells readers of it."""
-        self._before = step, {copy[0]: along(*copy) for copy in copies}
+        self._before = step, self._along(copies)
 
     def _compare(
         self, step: int, copies: Copies, history: History, settings: list[Setting]
     ) -> None:
         """Take the fingerprint of a copied state; is it where the rule leads from the last one?"""
-        now = {copy[0]: along(*copy) for copy in copies}
-        for w, found in now.items():
-            fingerprint = torch.from_numpy(np.stack([found.W, found.m, found.size]))
+        now = self._along(copies)
+        for w, _, _ in copies:
+            fingerprint = torch.from_numpy(np.stack([part[w.place] for part in now[:3]]))
             self.kept.append(("fingerprint", w.name, step, fingerprint))
         (since, before), self._before = self._before, (step, now)
-        if step - since != len(history) or any(seen is None for _, seen in history):
+        if not history or step - since != len(history) or any(s is None for _, s in history):
             return
-        for w, weights, momentum in copies if history else ():
-            if w in before and not self._is_reached(w, before[w], now[w], history, settings):
-                why = (
-                    f"{w.name!r} is not where its learning rule puts it: something changed it "
-                    f"between its updates of steps {since} and {step - 1}"
-                )
-                self._findings.stop_later(why)
-                self._findings.event(step, "edited", why, [w.name])
-                if w.name not in self._found:
-                    self._found.add(w.name)
-                    self.kept.append(("weights", w.name, step, weights))
-                    if momentum is not None:
-                        self.kept.append(("state.momentum_buffer", w.name, step, momentum))
+        elsewhere = self._elsewhere(before, now, history, settings)
+        for w, weights, momentum in copies:
+            if not elsewhere[w.index]:
+                continue
+            why = (
+                f"{w.name!r} is not where its learning rule puts it: something changed it "
+                f"between its updates of steps {since} and {step - 1}"
+            )
+            self._findings.stop_later(why)
+            self._findings.event(step, "edited", why, [w.name])
+            if w.name not in self._found:
+                self._found.add(w.name)
+                self.kept.append(("weights", w.name, step, weights))
+                if momentum is not None:
+                    self.kept.append(("state.momentum_buffer", w.name, step, momentum))
 
-    def _is_reached(
-        self, w: Watched, start: Along, end: Along, history: History, settings: list[Setting]
-    ) -> bool:
-        """Whether a rule with scalars only leads from one fingerprint to the next."""
-        motions = []
-        for line, seen in history:
-            if line.moved[w.index] and seen is not None:
-                setting, fresh = settings[line.setting[w.index]], bool(line.fresh[w.index])
-                rule = rule_of(setting.path)
-                if rule is None or not rule.is_linear:
-                    return True
-                motions.append(Motion(linear_factors(setting, fresh, w.nature[1]), seen[w.place]))
-        off = walk(start, end, motions, float(self._watch.u[w.index]))
-        return bool((off.room_W >= off.W).all() or not np.isfinite(end.W).all())
+    def _along(self, copies: Copies) -> Along:
+        """Take the fingerprint of copies: rows of all parameters; nan: it was not copied."""
+        watch = self._watch
+        W, m, size = np.full((3, len(watch.owner)), np.nan)
+        for w, weights, momentum in copies:
+            v = None if w.v is None else w.v.double().cpu()
+            W[w.place], size[w.place] = projected(weights, v)
+            m[w.place] = 0.0 if momentum is None else projected(momentum, v)[0]
+        m_size = np.sqrt(watch.fold(m * m) / np.maximum(1, watch.rows))
+        return Along(W, m, size, m_size[watch.owner])
 
-
-def along(w: Watched, weights: Tensor, momentum: Tensor | None) -> Along:
-    """Take the fingerprint of a copy."""
-    v = None if w.v is None else w.v.double().cpu()
-    W, size = projected(weights, v)
-    return Along(W, np.zeros_like(W) if momentum is None else projected(momentum, v)[0], size)
+    def _elsewhere(
+        self, start: Along, end: Along, history: History, settings: list[Setting]
+    ) -> Flags:
+        """Which parameters no rule with scalars only leads from one fingerprint to the next."""
+        watch, found = self._watch, np.zeros(len(self._watch), bool)
+        ways: dict[tuple[bytes, torch.dtype], list[Watched]] = {}
+        log = np.array([np.where(s.moved, 2 * s.setting + s.fresh, -1) for s, _ in history])
+        known = watch.fold(np.isfinite(sum(start[:2]) + sum(end[:2]))) == watch.rows
+        for w in watch:  # all that the same settings moved at the same steps, at once
+            if known[w.index]:
+                ways.setdefault((log[:, w.index].tobytes(), w.nature[1]), []).append(w)
+        for (_, dtype), together in ways.items():
+            way = log[:, together[0].index]
+            steps = np.flatnonzero(way >= 0).tolist()
+            rules = [rule_of(settings[way[nth] // 2].path) for nth in steps]
+            if not all(rule is not None and rule.is_linear for rule in rules):
+                continue
+            rows = watch.among(together)[watch.owner]
+            made = {n: linear_factors(settings[n // 2], n % 2 == 1, dtype) for n in set(way) - {-1}}
+            motions = [Motion(made[way[nth]], history[nth][1][rows]) for nth in steps]
+            a, b = (Along(*(part[rows] for part in point)) for point in (start, end))
+            off = walk(a, b, motions, ROUNDING[dtype])
+            found[watch.owner[rows][~(off.room_W >= off.W)]] = True
+        return found
 
 
 class Buffers:

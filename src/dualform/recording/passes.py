@@ -114,7 +114,7 @@ class Passes:
         for site in {
             id(s): s for w in anew for s in w.sites if s.pending and self._was_written(w)
         }.values():
-            trained = [w for _, w in site.parameters if w.tensor.requires_grad]
+            trained = [w for w in site.parameters.values() if w.tensor.requires_grad]
             empty = [w.index for w in trained if is_empty(w.tensor.grad)]
             if len(empty) == len(trained):
                 site.drop_pending()
@@ -146,7 +146,7 @@ class Passes:
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)
             dtype = CODE[signal.dtype]
-            used = LayerCall(-1, number, context.call, order, dtype, rows, tag, shape, layout)
+            used = LayerCall(number, context.call, order, dtype, rows, tag, shape, layout)
             site.pending.append(used)
             site.was_used = True
             now = torch_internals.version_of(key), torch_internals.version_of(signal)
@@ -163,18 +163,20 @@ class Passes:
         keys = site.parts["keys"].append(key)
         self.bytes += keys.nbytes
         if site.keep == "patterns":
+            if signal.dtype.itemsize < site.weight.tensor.dtype.itemsize:
+                self.watch.narrow[site.indices] = True
             signal = site.parts["error_signals"].append(signal)
             self.bytes += signal.nbytes
         if is_summing:
             signal = signal.to(site.weight.tensor.dtype)
             kind, weight, bias = site.kind, site.weight, site.bias
+            u *= spread(len(keys))
             if weight.tensor.requires_grad and weight.v is not None:
                 along = kind.along(site.layer, keys, signal, weight.v)
-                size = size_of(kind.gross, keys, signal) * spread(len(keys))
-                self._add(weight, site.layer, along, size * u)
+                self._add(site, "weight", along, size_of(kind.gross, keys, signal) * u)
             if bias is not None and bias.tensor.requires_grad:
-                size = size_of(norm, signal) * len(signal) ** 0.5 * spread(len(keys))
-                self._add(bias, site.layer, signal.sum(0), size * u)
+                size = size_of(norm, signal) * len(signal) ** 0.5
+                self._add(site, "bias", signal.sum(0), size * u)
         else:
             self.watch.unknown[site.indices] = True
         return len(keys)
@@ -188,17 +190,17 @@ class Passes:
                 continue
             kept = site.parts[role].append(written.flatten(1))
             rows, self.bytes = len(kept), self.bytes + kept.nbytes
-            w = dict(site.parameters).get(role)
+            w = site.parameters.get(role)
             if w is not None and is_summing and w.tensor.requires_grad:
                 total = kept.sum(0).view(written.shape[1:])
                 along = total if w.v is None else total.flatten(1) @ w.v
                 size = size_of(norm, kept) * rows**0.5 * long
-                self._add(w, site.layer, along, size * u)
+                self._add(site, role, along, size * u)
         return rows
 
-    def _add(self, w: Watched, layer: Layer, along: Tensor, size: float) -> None:
-        self.watch.E[w.place_of(layer)] += along.double().cpu().numpy()
-        self.watch.gross[w.index] += size
+    def _add(self, site: Site, role: str, along: Tensor, size: float) -> None:
+        self.watch.E[site.places[role]] += along.double().cpu().numpy()
+        self.watch.gross[site.parameters[role].index] += size
 
 
 def norm(rows: Tensor) -> float:

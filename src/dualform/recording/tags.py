@@ -7,7 +7,6 @@ and step where it happens, not a shifted column found weeks later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -109,33 +108,34 @@ def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None
     return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
 
 
-def lay_out(
-    uses: Sequence[tuple[Tag | None, tuple[int, ...]]], kinds: dict[str, str]
-) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Lay tags over the rows of uses: where each begins in the columns (-1: no tag), the columns.
+class TagColumns:
+    """The tags of a segment, laid over the rows of its uses; uses with the same tag and leading
+    shape share their rows."""
 
-    Uses with the same tag and leading shape share their rows.
-    """
-    begins: dict[tuple[int, tuple[int, ...]], int] = {}
-    found, laid, total = [], [], 0
-    for tag, shape in uses:
+    def __init__(self, kinds: dict[str, str]) -> None:
+        self._kinds, self._total = kinds, 0
+        self._laid: dict[tuple[int, tuple[int, ...]], tuple[int, Tag]] = {}
+
+    def place(self, tag: Tag | None, shape: tuple[int, ...]) -> int:
+        """Say where the rows of a use begin in the columns; -1: it has no tag."""
         if tag is None:
-            found.append(-1)
-            continue
-        key = id(tag), shape
-        if key not in begins:
-            begins[key] = total
-            laid.append((tag.spread(shape), prod(shape)))
-            total += prod(shape)
-        found.append(begins[key])
-    columns = {}
-    for name in {name for spread, _ in laid for name in spread}:
-        is_float = kinds[name] == "float"
-        blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
-        columns[name] = np.concatenate(
-            [spread.get(name, np.full(n, blank, dtype)) for spread, n in laid]
-        )
-    return found, columns
+            return -1
+        if (id(tag), shape) not in self._laid:
+            self._laid[id(tag), shape] = self._total, tag
+            self._total += prod(shape)
+        return self._laid[id(tag), shape][0]
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """One value per row for every column; what a tag does not give is blank."""
+        laid = [(tag.spread(shape), prod(shape)) for (_, shape), (_, tag) in self._laid.items()]
+        found = {}
+        for name in {name for spread, _ in laid for name in spread}:
+            is_float = self._kinds[name] == "float"
+            blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
+            found[name] = np.concatenate(
+                [spread.get(name, np.full(n, blank, dtype)) for spread, n in laid]
+            )
+        return found
 
 
 def positions(tag: Tag | None, shape: tuple[int, ...]) -> int:

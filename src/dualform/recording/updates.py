@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -33,7 +32,7 @@ from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
-from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched, listed
+from dualform.recording.watched import KEYS_ALONE, Flags, Watch, Watched, listed
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -180,7 +179,7 @@ class Updates:
         if skips(optimizer):
             return
         known = len(self.settings.settings)
-        moving, places = self._read(optimizer)
+        moving, places, fresh = self._read(optimizer)
         running.new += self.settings.settings[known:]
         indices = [w.index for w in moving]
         if running.calls == 1:
@@ -193,39 +192,35 @@ class Updates:
                 self.close_step()
             self._follow_owners(optimizer, moving)
         line = self._now.line
-        line.moved[indices], line.setting[indices] = True, places
-        states = [(optimizer.state.get(w.tensor) or {}).values() for w in moving]
-        line.fresh[indices] = [
-            next(iter(held), None) is None and all(v is None for v in held) for held in states
-        ]
-        self._write_carried(indices)
+        line.moved[indices], line.setting[indices], line.fresh[indices] = True, places, fresh
+        among = self.watch.among(moving)
+        self._write_carried(among)
         self._now.is_seen &= self.passes.is_summing
         if self.passes.is_summing:
-            for w in moving:
-                assert w.tensor.grad is not None
-                project(w.tensor.grad, w)
-            self.watch.projections.fetch(self.watch.seen)
+            self.watch.project(among)
         if (scale := unscaled(optimizer)) != 1.0:
             self._now.scales |= dict.fromkeys(indices, scale)
-        self._explain(indices, scale)
-        if any(site.keep == "examples" for site in self.watch.sites.values()):
-            by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
-            self.keeper.keep_gradients(self.step, by_examples, scale)
+        self._explain(among, scale)
+        by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
+        self.keeper.keep_gradients(self.step, by_examples, scale)
         self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
         running.moving = moving  # unless the audit stopped the update
 
-    def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int]]:
-        """Find what an optimizer is about to move, and by which of the settings."""
-        moving, places = [], []
+    def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int], list[bool]]:
+        """Find what an optimizer is about to move, by which of the settings, and of which of it
+        nothing is remembered."""
+        moving: list[Watched] = []
+        places: list[int] = []
+        by_id = self.watch.by_id
         for group in optimizer.param_groups:
-            place = -1
-            for p in group["params"]:
-                w = self.watch.by_id.get(id(p))
-                if p.grad is not None and w is not None:
-                    place = self.settings.index(optimizer, group) if place < 0 else place
-                    moving.append(w)
-                    places.append(place)
-        return moving, places
+            found = (by_id.get(id(p)) for p in group["params"] if p.grad is not None)
+            own = [w for w in found if w is not None]
+            moving += own
+            places += [self.settings.index(optimizer, group)] * len(own) if own else []
+        held = optimizer.state.items()
+        known = {id(p) for p, own in held for value in own.values() if value is not None}
+        fresh = [id(w.tensor) not in known for w in moving]
+        return moving, places, fresh
 
     def find_edits(self, is_over: bool = False, broken: Flags | None = None) -> bool:
         """Find what was changed since the last update: after this step, if it has moved in it."""
@@ -287,11 +282,9 @@ class Updates:
             self.keeper.snapshot(self.step, replaced)
             self.keeper.is_edited = True
 
-    def _explain(self, indices: list[int], scale: float) -> None:
+    def _explain(self, moving: Flags, scale: float) -> None:
         """Write down κ, and which parameters their patterns explain."""
         watch, line = self.watch, self._now.line
-        moving = np.zeros(len(watch), bool)
-        moving[indices] = True
         if not self.passes.is_summing or self.step % self.every:
             watch.unknown[moving] = True
             return
@@ -301,9 +294,10 @@ class Updates:
         if self.step % ANCHOR == 0:
             self._compare_keys(moving)
         resolved = moving & watch.resolved
-        line.kappa[resolved] = np.where(found.is_explained, found.kappa * scale, np.nan)[resolved]
-        line.explained[moving] = (found.is_explained & watch.resolved)[moving]
-        line.seen[moving] = (watch.fold(watch.signs * watch.seen) * scale)[moving]
+        explained = found.is_explained & resolved
+        np.copyto(line.kappa, np.where(explained, found.kappa * scale, np.nan), where=resolved)
+        np.copyto(line.explained, explained, where=moving)
+        np.copyto(line.seen, watch.fold(watch.signs * watch.seen) * scale, where=moving)
 
     def _compare_keys(self, moving: Flags) -> None:
         """Say whose keys, kept alone, are not all that its gradient comes from."""
@@ -351,7 +345,7 @@ class Updates:
         moving = running.moving if running.calls else self._unseen(optimizer)
         if not moving:
             return
-        watch, line, indices = self.watch, self._now.line, [w.index for w in moving]
+        watch, line, moved = self.watch, self._now.line, self.watch.among(moving)
         for setting in running.new:
             if rule_of(setting.path) is None:
                 self.findings.remark(
@@ -365,16 +359,12 @@ class Updates:
                 f"{type(optimizer).__name__} calls its closure several times: its updates are "
                 "known by kept states alone"
             )
-        self._settle(moving)
-        watch.carried[indices] = True
+        self._settle(moved)
         self._trial.end()
         line.explained &= watch.resolved
         if self.passes.is_summing:
-            moved = np.zeros(len(watch), bool)
-            moved[indices] = True
             np.copyto(watch.E, watch.seen, where=moved[watch.owner])
-            kappa = np.abs(np.nan_to_num(line.kappa, nan=1.0))
-            watch.gross *= np.where(moved, np.minimum(kappa, 1.0), 1.0)
+            watch.gross *= np.where(moved & (np.abs(line.kappa) < 1.0), np.abs(line.kappa), 1.0)
         self._now.moved.append(optimizer)
         self.keeper.after_update(self.step + 1, line)  # later passes may move buffers
         if all(o in self._now.moved for o in self.optimizers):
@@ -391,40 +381,36 @@ class Updates:
         self.findings.event(self.step, "unexplained", why, [w.name for w in found])
         return found
 
-    def _settle(self, moving: list[Watched]) -> None:
-        """The rows of the layers that moved belong to this step."""
-        watch = self.watch
-        moved = {w.index for w in moving}
-        settled: list[int] = []
+    def _settle(self, moved: Flags) -> None:
+        """The rows of the layers that moved belong to this step; their gradients hold them on."""
+        watch, settled, own = self.watch, moved.copy(), set(np.flatnonzero(moved).tolist())
         for site in watch.sites.values():
-            if not site.pending or moved.isdisjoint(site.indices):
+            if not site.pending or own.isdisjoint(site.indices):
                 continue
             if self.step % self.every:
                 site.drop_pending()
                 watch.unknown[site.indices] = True
                 continue
-            settled += site.indices
-            for use in site.pending:
-                site.uses.append(LayerCall(self.step, *use[1:]))
-                site.settled += use.rows
+            settled[site.indices] = True
+            site.uses.append((self.step, site.pending))
+            site.settled += sum([call.rows for call in site.pending])
             site.pending = []
-        self._write_carried([i for i in settled if i not in moved])
-        watch.carried[settled] = True
+        self._write_carried(settled)
+        watch.carried |= settled
 
-    def _write_carried(self, indices: list[int]) -> None:
+    def _write_carried(self, of: Flags) -> None:
         """Write down whether gradients still hold what they held at the end of the last step.
 
         Before their patterns of this step are settled: from then on they hold those.
         """
         now = self._now
-        fresh = [i for i in indices if not now.is_known[i]]
-        now.line.carried[fresh] = self.watch.carried[fresh]
-        now.is_known[fresh] = True
+        np.copyto(now.line.carried, self.watch.carried, where=of & ~now.is_known)
+        now.is_known |= of
 
     def close_step(self) -> None:
         """Every optimizer has moved: the step counts once its line is in the log."""
         now, keeper, watch = self._now, self.keeper, self.watch
-        np.copyto(now.line.carried, watch.carried, where=~now.is_known)
+        self._write_carried(~now.is_known)
         watch.carried |= watch.unknown  # what a gradient holds is carried on, recorded or not
         self.step += 1
         now.moved.clear()
@@ -434,16 +420,6 @@ class Updates:
         keeper.after_step(now.line, watch.seen if now.is_seen else None)
         self.on_step(now.line)
         self.go_on(self.step)
-
-
-def project(gradient: Tensor, w: Watched) -> None:
-    """Multiply every row of a gradient with the parameter's direction."""
-    if gradient.layout is not torch.strided:
-        w.seen.fill_(float("nan"))
-    elif w.v is None:
-        w.seen.copy_(gradient.reshape(-1))
-    else:
-        torch.mv(gradient if gradient.dim() == 2 else gradient.flatten(1), w.v, out=w.seen)
 
 
 def skips(optimizer: Any) -> bool:

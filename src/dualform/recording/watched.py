@@ -6,12 +6,13 @@ All rows of all parameters lie one after the other, so that one comparison serve
 
     E      what the patterns in `.grad` sum to, by rows      (float64, filled by the worker)
     gross  how large the rounding of its terms is, by parameter (Σ u ‖δ‖ ‖x‖)
+    narrow whether some products behind it were made in fewer bits than the parameter has
     seen   what the gradient itself gives, by rows            (read just before an update)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,8 +45,6 @@ Flags = NDArray[np.bool_]
 class LayerCall(NamedTuple):
     """One call of a layer, gone through by one backward pass."""
 
-    step: int
-    """-1: no update has consumed it."""
     number: int
     """Which backward pass of the run."""
     call: int
@@ -57,6 +56,10 @@ class LayerCall(NamedTuple):
     tag: Tag | None
     shape: tuple[int, ...]
     layout: int
+
+
+Settled = tuple[int, list[LayerCall]]
+"""What the update of a step has consumed of one layer."""
 
 
 @dataclass(eq=False)
@@ -72,7 +75,7 @@ class Site:
     settled: int = 0
     pending: list[LayerCall] = field(default_factory=list)
     """Uses whose rows no update has consumed: they lie behind the settled ones."""
-    uses: list[LayerCall] = field(default_factory=list)
+    uses: list[Settled] = field(default_factory=list)
     was_used: bool = False
     """Whether a backward pass ever went through it."""
     is_news: bool = True
@@ -81,10 +84,12 @@ class Site:
     """Whether its keys may come again: they are inputs that training never computed."""
 
     def __post_init__(self) -> None:
-        pairs = ("weight", self.weight), ("bias", self.bias)
-        self.parameters = [(role, w) for role, w in pairs if w is not None]
-        """Its parameters with the role that each plays."""
-        self.indices = [w.index for _, w in self.parameters]
+        pairs = {"weight": self.weight, "bias": self.bias}
+        self.parameters = {role: w for role, w in pairs.items() if w is not None}
+        """Its parameters by the role that each plays."""
+        self.indices = [w.index for w in self.parameters.values()]
+        self.places = {role: w.place_of(self.layer) for role, w in self.parameters.items()}
+        """Where its rows of each lie among the rows of all parameters."""
 
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
         """The parts of its rows: how wide they are, and of which type."""
@@ -92,7 +97,7 @@ class Site:
         width = self.kind.key_width(layer)
         keys = {"keys": (width, self.kind.key_dtype or dtype)} if width else {}
         if self.keep == "examples":
-            own = {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters}
+            own = {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters.items()}
             return own | keys
         if self.keep == "keys":
             return keys
@@ -114,9 +119,9 @@ class Watched:
     tensor: Tensor
     place: slice
     v: Tensor | None
-    seen: Tensor
-    """Where the product of its gradient with v is put."""
     sites: list[Site] = field(default_factory=list)
+    by_examples: bool = False
+    """Whether what examples wrote explains it: then its gradient is kept for its bits."""
     why: str = "no layer with patterns uses it"
     """Why it is kept as values, where it is."""
     is_news: bool = False
@@ -151,11 +156,6 @@ class Watched:
     def is_small(self) -> bool:
         return self.tensor.numel() <= SMALL
 
-    @property
-    def by_examples(self) -> bool:
-        """Whether what examples wrote explains it: then its gradient is kept for its bits."""
-        return any(s.keep == "examples" for s in self.sites) and self.is_small
-
 
 class Watch:
     """All parameters of a model, in the order it names them."""
@@ -166,14 +166,11 @@ class Watch:
         self.starts = np.cumsum([0, *heights])[:-1]
         self.rows = np.array(heights, np.int64)
         self.owner = np.repeat(np.arange(len(named)), heights)
-        self.projections = Projections([p for _, p in named], heights)
         self.parameters: list[Watched] = []
         for index, (name, p) in enumerate(named):
             place = slice(int(self.starts[index]), int(self.starts[index]) + heights[index])
-            v = direction(index, p[0].numel()) if p.dim() > 1 else None
-            at = self.projections.views[index]
-            v = None if v is None else v.to(at.dtype).to(p.device)
-            self.parameters.append(Watched(index, name, p, place, v, at))
+            v = direction(index, p[0].numel()).to(p) if p.dim() > 1 else None
+            self.parameters.append(Watched(index, name, p, place, v))
         self.by_id = {id(w.tensor): w for w in self.parameters}
         self.by_name = {w.name: w for w in self.parameters}
         rows, count = sum(heights), len(named)
@@ -182,8 +179,7 @@ class Watch:
         )
         self.u = np.array([ROUNDING[p.dtype] for _, p in named])
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
-        self.carried, self.unknown = np.zeros(count, bool), np.zeros(count, bool)
-        self.resolved = np.zeros(count, bool)
+        self.carried, self.unknown, self.narrow, self.resolved = np.zeros((4, count), bool)
         self.sites: dict[Layer, Site] = {}
 
     def __iter__(self) -> Iterator[Watched]:
@@ -201,7 +197,7 @@ class Watch:
 
     def converted(self) -> list[Watched]:
         """The parameters that the loop has put into another dtype, or shape."""
-        return [w for w in self.parameters if w.is_converted]
+        return [w for w in self.parameters if (w.tensor.shape, w.tensor.dtype) != w.nature]
 
     def refuse_converted(self) -> None:
         """Stop before anything is trained in another dtype, or shape, than the memory has."""
@@ -213,6 +209,29 @@ class Watch:
                 f"{list(shape)}, as when recording began. Every update before is recorded: convert "
                 "the model before dualform.record, or record again into a new path"
             )
+
+    def among(self, watched: Iterable[Watched]) -> Flags:
+        """Flag some of the parameters."""
+        found = np.zeros(len(self), bool)
+        found[[w.index for w in watched]] = True
+        return found
+
+    def project(self, moving: Flags) -> None:
+        """Read g v of all gradients that are about to be used into `seen`."""
+        found: list[Tensor] = []
+        for w, is_moving in zip(self.parameters, moving.tolist(), strict=True):
+            gradient = w.tensor.grad
+            if not is_moving or gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                gradient = torch.full_like(w.tensor, torch.nan)
+            if w.v is not None:
+                gradient = torch.mv(gradient if gradient.ndim == 2 else gradient.flatten(1), w.v)
+            found.append(gradient if gradient.ndim == 1 else gradient.reshape(-1))
+        if len({part.device for part in found}) > 1:
+            found = [part.cpu() for part in found]
+        if found:
+            self.seen[moving[self.owner]] = torch.cat(found).detach().double().cpu().numpy()
 
     def fold(self, rows: Reals) -> Reals:
         """Sums over the rows of every parameter."""
@@ -226,11 +245,12 @@ class Watch:
         weight = self.by_name[layer.weight]
         bias = None if layer.bias is None else self.by_name[layer.bias]
         site = Site(layer, kinds.of(layer.kind), word, weight, bias)
-        for _, w in site.parameters:
+        for w in site.parameters.values():
             if word == "values":
                 w.why = f"keep= asks for values of layer {layer.name!r}"
                 continue
             w.sites.append(site)
+            w.by_examples |= word == "examples" and w.is_small
             self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
             w.why = w.why if self.resolved[w.index] else KEYS_ALONE
             w.is_news = True
@@ -269,39 +289,10 @@ class Watch:
 
     def forget(self, anew: list[Watched]) -> None:
         """Clear what was summed for gradients that are empty now: the loop threw it away."""
-        gone = np.zeros(len(self), bool)
-        gone[[w.index for w in anew]] = True
+        gone = self.among(anew)
         self.E[gone[self.owner]] = 0.0
         self.gross[gone] = 0.0
-        self.carried[gone] = self.unknown[gone] = False
-
-
-class Projections:
-    """Where g·v of all parameters goes: one tensor for each dtype and device, fetched at once."""
-
-    def __init__(self, parameters: list[nn.Parameter], heights: list[int]) -> None:
-        natures: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, p in enumerate(parameters):
-            natures.setdefault((p.dtype, p.device), []).append(index)
-        starts = np.cumsum([0, *heights])
-        self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
-        self._parts: list[tuple[Tensor, NDArray[np.int64] | slice]] = []
-        for (dtype, device), members in natures.items():
-            found = torch.zeros(sum(heights[i] for i in members), dtype=dtype, device=device)
-            begin = 0
-            for i in members:
-                self.views[i] = found[begin : begin + heights[i]]
-                begin += heights[i]
-            rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            self._parts.append((found, slice(None) if len(natures) == 1 else rows))
-
-    def fetch(self, out: Reals) -> None:
-        """Copy the numbers to the array of all rows."""
-        for found, rows in self._parts:
-            if found.dtype in (torch.float32, torch.float64) and found.is_cpu:
-                out[rows] = found.numpy()
-            else:
-                out[rows] = found.double().cpu().numpy()
+        self.carried[gone] = self.unknown[gone] = self.narrow[gone] = False
 
 
 def listed(names: list[str]) -> str:
