@@ -168,9 +168,10 @@ class Keeper:
             fingerprint = torch.from_numpy(np.stack([part[w.place] for part in now[:3]]))
             self.kept.append(("fingerprint", w.name, step, fingerprint))
         (since, before), self._before = self._before, (step, now)
-        if not history or step - since != len(history) or any(s is None for _, s in history):
+        way = [(line, seen) for line, seen in history if seen is not None]
+        if not way or len(way) != step - since:
             return
-        elsewhere = self._elsewhere(before, now, history, settings)
+        elsewhere = self._elsewhere(before, now, way, settings)
         for w, weights, momentum in copies:
             if not elsewhere[w.index]:
                 continue
@@ -198,7 +199,11 @@ class Keeper:
         return Along(W, m, size, m_size[watch.owner])
 
     def _elsewhere(
-        self, start: Along, end: Along, history: History, settings: list[Setting]
+        self,
+        start: Along,
+        end: Along,
+        history: list[tuple[Line, Reals]],
+        settings: list[Setting],
     ) -> Flags:
         """Which parameters no rule with scalars only leads from one fingerprint to the next."""
         watch, found = self._watch, np.zeros(len(self._watch), bool)
@@ -217,7 +222,7 @@ class Keeper:
             rows = watch.among(together)[watch.owner]
             made = {n: linear_factors(settings[n // 2], n % 2 == 1, dtype) for n in set(way) - {-1}}
             motions = [Motion(made[way[nth]], history[nth][1][rows]) for nth in steps]
-            a, b = (Along(*(part[rows] for part in point)) for point in (start, end))
+            a, b = (Along(*(np.asarray(part)[rows] for part in point)) for point in (start, end))
             off = walk(a, b, motions, ROUNDING[dtype])
             found[watch.owner[rows][~(off.room_W >= off.W)]] = True
         return found
