@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf, prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from dualform.errors import RecordingError
 from dualform.layers import Layer, torch_internals
 from dualform.memory.content import COMPUTED_IN
 from dualform.recording.tags import Context
-from dualform.recording.watched import LayerCall, Site, Watch, Watched, is_empty
+from dualform.recording.watched import Flags, LayerCall, Site, Watch, Watched, is_empty
 from dualform.recording.worker import Worker
 
 PARCEL = 1 << 20
@@ -93,34 +94,35 @@ class Passes:
         self._count, self._arrived = self._count + 1, 0
         torch_internals.at_end_of_pass(self._end)
         self.worker.wait()
-        watch = self.watch
-        anew = [w for w in watch.parameters if w.tensor.grad is None or is_empty(w.tensor.grad)]
-        partly = self._drop_rows(anew)
-        watch.forget(anew)
-        watch.unknown[partly] = True
+        grads = [w.tensor.grad for w in self.watch.parameters]
+        gone = np.array([grad is None or is_empty(grad) for grad in grads], bool)
+        partly = self._drop_rows(gone)
+        self.watch.forget(gone)
+        self.watch.unknown[partly] = True
 
-    def _was_written(self, w: Watched) -> bool:
-        """Whether an empty gradient was not: patterns that add zeros are not thrown away."""
-        is_summed = self.watch.resolved[w.index]
-        return w.tensor.grad is None or not is_summed or self.watch.gross[w.index] != 0
-
-    def _drop_rows(self, anew: list[Watched]) -> list[int]:
+    def _drop_rows(self, gone: Flags) -> list[int]:
         """Take back pending rows whose gradients were thrown away, or never reached.
 
         Where another gradient still holds them, rows stay that one's: of the empty ones, which are
         returned, it is not known what they get from now on.
         """
         partly = []
-        for site in {
-            id(s): s for w in anew for s in w.sites if s.pending and self._was_written(w)
-        }.values():
-            trained = [w for w in site.parameters.values() if w.tensor.requires_grad]
-            empty = [w.index for w in trained if is_empty(w.tensor.grad)]
-            if len(empty) == len(trained):
-                site.drop_pending()
-            else:
-                partly += empty
+        for site in self.watch.sites.values():
+            if site.pending and any(
+                gone[w.index] and self._was_written(w) for w in site.parameters.values()
+            ):
+                trained = [w.index for w in site.parameters.values() if w.tensor.requires_grad]
+                empty = [i for i in trained if gone[i]]
+                if len(empty) == len(trained):
+                    site.drop_pending()
+                else:
+                    partly += empty
         return partly
+
+    def _was_written(self, w: Watched) -> bool:
+        """Whether an empty gradient was not: patterns that add zeros are not thrown away."""
+        is_summed = self.watch.resolved[w.index]
+        return w.tensor.grad is None or not is_summed or self.watch.gross[w.index] != 0
 
     def _hand_over(self) -> None:
         parcel, self._parcel, self._size = self._parcel, [], 0

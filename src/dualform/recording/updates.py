@@ -194,7 +194,6 @@ class Updates:
         line = self._now.line
         line.moved[indices], line.setting[indices], line.fresh[indices] = True, places, fresh
         among = self.watch.among(moving)
-        self._write_carried(among)
         self._now.is_seen &= self.passes.is_summing
         if self.passes.is_summing:
             self.watch.project(among)
@@ -383,7 +382,9 @@ class Updates:
 
     def _settle(self, moved: Flags) -> None:
         """The rows of the layers that moved belong to this step; their gradients hold them on."""
-        watch, settled, own = self.watch, moved.copy(), set(np.flatnonzero(moved).tolist())
+        watch, now = self.watch, self._now
+        own = set(np.flatnonzero(moved).tolist())
+        settled = [*own]
         for site in watch.sites.values():
             if not site.pending or own.isdisjoint(site.indices):
                 continue
@@ -391,26 +392,18 @@ class Updates:
                 site.drop_pending()
                 watch.unknown[site.indices] = True
                 continue
-            settled[site.indices] = True
+            settled += site.indices
             site.uses.append((self.step, site.pending))
             site.settled += sum([call.rows for call in site.pending])
             site.pending = []
-        self._write_carried(settled)
-        watch.carried |= settled
-
-    def _write_carried(self, of: Flags) -> None:
-        """Write down whether gradients still hold what they held at the end of the last step.
-
-        Before their patterns of this step are settled: from then on they hold those.
-        """
-        now = self._now
-        np.copyto(now.line.carried, self.watch.carried, where=of & ~now.is_known)
-        now.is_known |= of
+        held = np.where(now.is_known, now.line.carried, watch.carried)  # from the last step on
+        now.line.carried[settled] = held[settled]
+        now.is_known[settled] = watch.carried[settled] = True
 
     def close_step(self) -> None:
         """Every optimizer has moved: the step counts once its line is in the log."""
         now, keeper, watch = self._now, self.keeper, self.watch
-        self._write_carried(~now.is_known)
+        np.copyto(now.line.carried, watch.carried, where=~now.is_known)
         watch.carried |= watch.unknown  # what a gradient holds is carried on, recorded or not
         self.step += 1
         now.moved.clear()

@@ -179,7 +179,8 @@ class Watch:
         )
         self.u = np.array([ROUNDING[p.dtype] for _, p in named])
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
-        self.carried, self.unknown, self.narrow, self.resolved = np.zeros((4, count), bool)
+        self._of_gradients, self.resolved = np.zeros((3, count), bool), np.zeros(count, bool)
+        self.carried, self.unknown, self.narrow = self._of_gradients
         self.sites: dict[Layer, Site] = {}
 
     def __iter__(self) -> Iterator[Watched]:
@@ -287,12 +288,11 @@ class Watch:
             "coverage": {w.name: self.coverage(w) for w in changed},
         }
 
-    def forget(self, anew: list[Watched]) -> None:
+    def forget(self, gone: Flags) -> None:
         """Clear what was summed for gradients that are empty now: the loop threw it away."""
-        gone = self.among(anew)
         self.E[gone[self.owner]] = 0.0
         self.gross[gone] = 0.0
-        self.carried[gone] = self.unknown[gone] = self.narrow[gone] = False
+        self._of_gradients &= ~gone
 
 
 def listed(names: list[str]) -> str:
