@@ -66,7 +66,7 @@ class Keeper:
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()
         self._history: History = []
-        self._before: tuple[int, Along]
+        self._before = -1, self._along([])
         self._trained = np.zeros(len(watch), bool)
 
     def _put(self, what: str, name: str, step: int, value: Any) -> int:
@@ -157,7 +157,7 @@ class Keeper:
 
     def _begin_history(self, step: int, copies: Copies) -> None:
         """Take a fingerprint to compare the next one with; the snapshot tells readers of it."""
-        self._before = step, self._along(copies)
+        self._before = step, self._along(copies, self._before[1])
 
     def _compare(
         self, step: int, copies: Copies, history: History, settings: list[Setting]
@@ -187,10 +187,10 @@ class Keeper:
                 if momentum is not None:
                     self.kept.append(("state.momentum_buffer", w.name, step, momentum))
 
-    def _along(self, copies: Copies) -> Along:
-        """Take the fingerprint of copies: rows of all parameters; nan: it was not copied."""
+    def _along(self, copies: Copies, others: Along | None = None) -> Along:
+        """Take the fingerprint of copies: rows of all parameters; of others as known, or nan."""
         watch = self._watch
-        W, m, size = np.full((3, len(watch.owner)), np.nan)
+        W, m, size = np.full((3, len(watch.owner)), np.nan) if others is None else others[:3]
         for w, weights, momentum in copies:
             v = None if w.v is None else w.v.double().cpu()
             W[w.place], size[w.place] = projected(weights, v)

@@ -161,9 +161,10 @@ class Passes:
 
     def _keep_rows(self, site: Site, key: Tensor, signal: Tensor, is_summing: bool) -> int:
         """Copy keys and error signals; sum δ (x·v) into what the gradients should be."""
-        u = ROUNDING[signal.dtype]
         keys = site.parts["keys"].append(key)
         self.bytes += keys.nbytes
+        count = keys.shape[0]
+        u = ROUNDING[signal.dtype] * spread(count)
         if site.keep == "patterns":
             if signal.dtype.itemsize < site.weight.tensor.dtype.itemsize:
                 self.watch.narrow[site.indices] = True
@@ -172,16 +173,15 @@ class Passes:
         if is_summing:
             signal = signal.to(site.weight.tensor.dtype)
             kind, weight, bias = site.kind, site.weight, site.bias
-            u *= spread(len(keys))
             if weight.tensor.requires_grad and weight.v is not None:
                 along = kind.along(site.layer, keys, signal, weight.v)
                 self._add(site, "weight", along, size_of(kind.gross, keys, signal) * u)
             if bias is not None and bias.tensor.requires_grad:
-                size = size_of(norm, signal) * len(signal) ** 0.5
+                size = size_of(norm, signal) * count**0.5
                 self._add(site, "bias", signal.sum(0), size * u)
         else:
             self.watch.unknown[site.indices] = True
-        return len(keys)
+        return count
 
     def _keep_examples(self, site: Site, given: Tensor, signal: Tensor, is_summing: bool) -> int:
         """Copy what each example wrote: the sum over its rows of δ ⊗ x."""

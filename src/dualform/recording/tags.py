@@ -7,7 +7,7 @@ and step where it happens, not a shifted column found weeks later.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,24 +34,6 @@ class Tag:
     columns: dict[str, NDArray[Any]]
     update: int
     """How many updates there had been when it was given: no tag outlives the next one."""
-    _fits: set[tuple[int, ...]] = field(default_factory=set)
-
-    def check(self, layer: str, shape: tuple[int, ...]) -> None:
-        """Raise unless every column can be laid over patterns of this leading shape."""
-        if shape in self._fits:
-            return
-        for name, values in self.columns.items():
-            if not _fits(values, shape):
-                raise RecordingError(
-                    f"the tag {name!r} has shape {list(values.shape)}, but layer {layer!r} saw an "
-                    f"input of leading shape {list(shape)} ({prod(shape)} patterns). Expected one "
-                    "value per example ([B]), one per example and position ([B, L]), or a single "
-                    "value for all. Call recorder.tag(...) with the batch that is about to be fed. "
-                    "A model that is fed sequence first ([L, B, d]) takes tags of shape [L, B]; "
-                    "where its layers see different L (an encoder and a decoder), no one tag fits "
-                    "all: feed it batch first, or give a single value for all"
-                )
-        self._fits.add(shape)
 
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
@@ -72,7 +54,9 @@ class Context(NamedTuple):
         """Return the tag of patterns of this leading shape; raise if it is not theirs."""
         if self.tag is None:
             return None
-        if not must_fit and not all(_fits(v, shape) for v in self.tag.columns.values()):
+        columns = self.tag.columns
+        wrong = next((name for name in columns if not _fits(columns[name], shape)), None)
+        if wrong is not None and not must_fit:
             return None
         if self.is_stale:
             raise RecordingError(
@@ -80,7 +64,16 @@ class Context(NamedTuple):
                 "though earlier batches were. Call recorder.tag(...) for every batch, before the "
                 "model is called"
             )
-        self.tag.check(layer, shape)
+        if wrong is not None:
+            raise RecordingError(
+                f"the tag {wrong!r} has shape {list(columns[wrong].shape)}, but layer {layer!r} "
+                f"saw an input of leading shape {list(shape)} ({prod(shape)} patterns). Expected "
+                "one value per example ([B]), one per example and position ([B, L]), or a single "
+                "value for all. Call recorder.tag(...) with the batch that is about to be fed. "
+                "A model that is fed sequence first ([L, B, d]) takes tags of shape [L, B]; "
+                "where its layers see different L (an encoder and a decoder), no one tag fits "
+                "all: feed it batch first, or give a single value for all"
+            )
         return self.tag
 
 
