@@ -89,7 +89,7 @@ def explain(watch: Watch, moving: Flags) -> Comparison:
         for i in np.flatnonzero(among & (watch.rows == 1) & ~watch.carried):
             if kappa[i] != 1.0 and watch.parameters[i].v is not None:
                 found.is_explained[i] = _is_multiple(watch.parameters[i], kappa[i], room[i])
-    if watch.narrow[sure].any():
+    if (here & watch.narrow).any():
         _sharpen(watch, kappa, found.is_explained & watch.resolved)
     return found
 
@@ -159,6 +159,8 @@ def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
             total, gradient = pending_gradient(w).view(-1), w.tensor.grad
             assert gradient is not None
             place = int(total.abs().argmax())
+            if not total[place]:  # a layer that died says nothing
+                continue
             ratio = float(gradient.view(-1)[place].double() / total[place].double())
             exact[factor] = settled(ratio, 0.0, float(watch.u[w.index]))
     for i in np.flatnonzero(among):

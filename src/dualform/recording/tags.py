@@ -37,8 +37,8 @@ class Tag:
 
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
-        laid = {name: _spread(values, shape) for name, values in self.columns.items()}
-        return {name: values for name, values in laid.items() if values is not None}
+        fit = {name: values for name, values in self.columns.items() if _fits(values, shape)}
+        return {name: _spread(values, shape) for name, values in fit.items()}
 
 
 class Context(NamedTuple):
@@ -88,11 +88,9 @@ def _is_per_position(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
     return shape[:2] == values.shape or shape == (values.size,)
 
 
-def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """`values` repeated over patterns of a leading shape, None if they do not fit."""
+def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """`values` repeated over patterns of a leading shape that they fit."""
     rows = prod(shape)
-    if not _fits(values, shape):
-        return None
     if values.ndim == 0:
         return np.full(rows, values[()])
     if values.ndim == 1 or _is_per_position(values, shape):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,8 +98,8 @@ class Site:
         width = self.kind.key_width(layer)
         keys = {"keys": (width, self.kind.key_dtype or dtype)} if width else {}
         if self.keep == "examples":
-            own = {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters.items()}
-            return own | keys
+            shapes = {role: self.kind.shape_of(layer, role) for role in self.parameters}
+            return {role: (prod(shape), dtype) for role, shape in shapes.items()} | keys
         if self.keep == "keys":
             return keys
         return keys | {"error_signals": (layer.out_features, dtype)}
@@ -131,12 +132,8 @@ class Watched:
         self.nature = nature_of(self.tensor)
         """Its shape and dtype when recording began."""
 
-    def rows_of(self, layer: Layer) -> Tensor:
-        """The rows (or entries) of it that a layer uses."""
-        return self.tensor.detach()[layer.rows_of(self.name)]
-
     def place_of(self, layer: Layer) -> slice:
-        """Where those lie among the rows of all parameters."""
+        """Where the rows (or entries) of it that a layer uses lie among all rows."""
         own = layer.rows_of(self.name)
         return slice(self.place.start + own.start, self.place.start + own.stop)
 
@@ -162,7 +159,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         named = list(model.named_parameters())
-        heights = [height_of(p) for _, p in named]
+        heights = [p.shape[0] if p.dim() > 1 else p.numel() for _, p in named]
         self.starts = np.cumsum([0, *heights])[:-1]
         self.rows = np.array(heights, np.int64)
         self.owner = np.repeat(np.arange(len(named)), heights)
@@ -298,11 +295,6 @@ class Watch:
 def listed(names: list[str]) -> str:
     """Name the first three, and say how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def height_of(parameter: Tensor) -> int:
-    """How many rows a parameter's projection has."""
-    return parameter.shape[0] if parameter.dim() > 1 else parameter.numel()
 
 
 def is_empty(gradient: Tensor | None) -> bool:
