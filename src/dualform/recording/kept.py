@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.certificate.bounds import ROUNDING, Along, Motion, walk
+from dualform.certificate.marks import nature_of
 from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
@@ -40,13 +41,20 @@ Kept = tuple[str, str, int, Any]
 History = list[tuple[Line, Reals | None]]
 """Lines of the log since the last fingerprint, with g v of all rows where it was seen."""
 
-Copies = list[tuple[Watched, Tensor, Tensor | None]]
-"""Parameters as they were: weights and momentum."""
+Copies = list[tuple[Watched, dict[str, Any]]]
+"""Parameters as they were: "weights", and what was asked for of "state.momentum_buffer", …"""
+
+MOMENTUM = "momentum_buffer"
 
 
 def is_kept(value: Any) -> bool:
     """Whether what an optimizer remembers can be kept: a tensor, or a plain number."""
     return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def copied(value: Any) -> Any:
+    """Copy what may change in place."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 class Keeper:
@@ -70,29 +78,27 @@ class Keeper:
         self._trained = np.zeros(len(watch), bool)
 
     def _put(self, what: str, name: str, step: int, value: Any) -> int:
-        if isinstance(value, Tensor):
-            value = value.detach().to("cpu", copy=True)
         self.kept.append((what, name, step, value))
         return value.nbytes if isinstance(value, Tensor) else 8
 
-    def snapshot(self, step: int, watched: Iterable[Watched], *, states: bool = True) -> int:
+    def snapshot(self, step: int, watched: Iterable[Watched]) -> int:
         """Keep the very bits of parameters and of what is remembered of them."""
-        size = 0
-        for w in watched:
-            size += self._put("weights", w.name, step, self.states.weights(w))
-            for name, value in self.states.state(w).items() if states else ():
-                if is_kept(value):
-                    size += self._put(f"state.{name}", w.name, step, value)
-        return size
+        return self._keep(step, self._copies(watched))
+
+    def _keep(self, step: int, copies: Copies) -> int:
+        own = ((w.name, *item) for w, found in copies for item in found.items())
+        return sum(self._put(what, name, step, value) for name, what, value in own)
 
     def keep_all(self, step: int) -> None:
         """Keep everything as it is: before the first update, or changed after the last one."""
-        self.snapshot(step, self._watch)
+        copies = self._copies(self._watch)
+        self._keep(step, copies)
         self._keep_buffers(step)
-        self._worker.do(self._begin_history, step, self._copies(self._watch))
+        self._worker.do(self._begin_history, step, copies)
 
     def _keep_buffers(self, step: int, with_large: bool = True) -> int:
-        return sum(self._put("buffer", *own) for own in self._buffers.changes(step, with_large))
+        changed = self._buffers.changes(with_large)
+        return sum(self._put("buffer", name, step, now) for name, now in changed)
 
     def take(self) -> list[Kept]:
         """Hand over what was kept since the last segment."""
@@ -116,7 +122,7 @@ class Keeper:
         for index in np.flatnonzero(line.moved & ~self._watch.resolved) if small else ():
             w = self._watch.parameters[index]
             if w.is_small:
-                self._small_bytes += self.snapshot(step, [w], states=False)
+                self._small_bytes += self._keep(step, self._copies([w], only=""))
         self._small_bytes += self._keep_buffers(step, small)
 
     def after_step(self, line: Line, seen: Reals | None) -> None:
@@ -132,25 +138,28 @@ class Keeper:
         for w in watched:
             if w.tensor.grad is not None:
                 gradient = w.tensor.grad if scale == 1.0 else w.tensor.grad * scale
-                self._put("gradient", w.name, step, gradient)
+                self._put("gradient", w.name, step, copied(gradient))
 
     def anchor(self, step: int, settings: list[Setting], *, keep: bool = False) -> None:
         """Copy the state; the worker takes its fingerprint and compares it with the last one."""
         chosen = [w for w in self._watch if self._trained[w.index]]
-        if keep or self.due or self._has_room(chosen):
-            self._bytes += self.snapshot(step, chosen)
+        is_whole = keep or self.due or self._has_room(chosen)
+        copies = self._copies(chosen, only=None if is_whole else MOMENTUM)
+        if is_whole:
+            self._bytes += self._keep(step, copies)
             self._keep_buffers(step)
         self.due = False
         history, self._history = [] if self.is_edited else self._history, []
         self.is_edited = False
-        self._worker.do(self._compare, step, self._copies(chosen), history, settings)
+        self._worker.do(self._compare, step, copies, history, settings)
 
-    def _copies(self, watched: Iterable[Watched]) -> Copies:
+    def _copies(self, watched: Iterable[Watched], only: str | None = None) -> Copies:
+        """Copy parameters and what is remembered of them: all that can be kept, or one of it."""
         copies = []
         for w in watched:
-            m = self.states.state(w).get("momentum_buffer")
-            copied = m.to("cpu", copy=True) if isinstance(m, Tensor) else None
-            copies.append((w, self.states.weights(w).to("cpu", copy=True), copied))
+            held = {n: v for n, v in self.states.state(w).items() if only in (None, n)}
+            own = {f"state.{n}": copied(v) for n, v in held.items() if is_kept(v)}
+            copies.append((w, {"weights": copied(self.states.weights(w))} | own))
         return copies
 
     # -- the worker's thread --------------------------------------------------------------------
@@ -164,7 +173,7 @@ class Keeper:
     ) -> None:
         """Take the fingerprint of a copied state; is it where the rule leads from the last one?"""
         now = self._along(copies)
-        for w, _, _ in copies:
+        for w, _ in copies:
             fingerprint = torch.from_numpy(np.stack([part[w.place] for part in now[:3]]))
             self.kept.append(("fingerprint", w.name, step, fingerprint))
         (since, before), self._before = self._before, (step, now)
@@ -172,7 +181,7 @@ class Keeper:
         if not way or len(way) != step - since:
             return
         elsewhere = self._elsewhere(before, now, way, settings)
-        for w, weights, momentum in copies:
+        for w, own in copies:
             if not elsewhere[w.index]:
                 continue
             why = (
@@ -183,18 +192,16 @@ class Keeper:
             self._findings.event(step, "edited", why, [w.name])
             if w.name not in self._found:
                 self._found.add(w.name)
-                self.kept.append(("weights", w.name, step, weights))
-                if momentum is not None:
-                    self.kept.append(("state.momentum_buffer", w.name, step, momentum))
+                self._keep(step, [(w, own)])
 
     def _along(self, copies: Copies, others: Along | None = None) -> Along:
         """Take the fingerprint of copies: rows of all parameters; of others as known, or nan."""
         watch = self._watch
         W, m, size = np.full((3, len(watch.owner)), np.nan) if others is None else others[:3]
-        for w, weights, momentum in copies:
-            v = None if w.v is None else w.v.double().cpu()
-            W[w.place], size[w.place] = projected(weights, v)
-            m[w.place] = 0.0 if momentum is None else projected(momentum, v)[0]
+        for w, own in copies:
+            v, momentum = None if w.v is None else w.v.double().cpu(), own.get(f"state.{MOMENTUM}")
+            W[w.place], size[w.place] = projected(own["weights"], v)
+            m[w.place] = projected(momentum, v)[0] if isinstance(momentum, Tensor) else 0.0
         m_size = np.sqrt(watch.fold(m * m) / np.maximum(1, watch.rows))
         return Along(W, m, size, m_size[watch.owner])
 
@@ -239,7 +246,7 @@ class Buffers:
         }
         self._last: dict[str, Tensor] = {}
 
-    def changes(self, step: int, with_large: bool) -> list[tuple[str, int, Tensor]]:
+    def changes(self, with_large: bool) -> list[tuple[str, Tensor]]:
         """Every buffer that differs from when it was last asked for.
 
         By its content: torch does not count what a batch norm does to its running statistics.
@@ -247,18 +254,17 @@ class Buffers:
         found = []
         for name, (module, own) in list(self._places.items()):
             now, last = module._buffers.get(own), self._last.get(name)
-            if last is not None and (
-                now is None or (now.shape, now.dtype) != (last.shape, last.dtype)
-            ):
-                del self._places[name]
-                what = "was removed" if now is None else f"became {now.dtype} {list(now.shape)}"
-                self._findings.remark(
-                    f"the buffer {name!r} {what} during training; the memory holds what it was "
-                    "before"
-                )
-            elif now is not None and (with_large or now.numel() <= SMALL):
-                now = now.detach().cpu()
-                if last is None or not torch.equal(now, last):
-                    self._last[name] = now.clone()
-                    found.append((name, step, now))
+            if now is None or (last is not None and nature_of(now) != nature_of(last)):
+                if last is not None:
+                    del self._places[name]
+                    what = "was removed" if now is None else f"became {now.dtype} {[*now.shape]}"
+                    self._findings.remark(
+                        f"the buffer {name!r} {what} during training; the memory holds what it was "
+                        "before"
+                    )
+                continue
+            is_wanted = with_large or now.numel() <= SMALL
+            if is_wanted and (last is None or not torch.equal(now.detach().cpu(), last)):
+                self._last[name] = copied(now)
+                found.append((name, self._last[name]))
         return found

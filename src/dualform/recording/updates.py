@@ -394,7 +394,8 @@ class Updates:
                 continue
             settled += site.indices
             site.uses.append((self.step, site.pending))
-            site.settled += sum([call.rows for call in site.pending])
+            for call in site.pending:
+                site.settled += call.rows
             site.pending = []
         held = np.where(now.is_known, now.line.carried, watch.carried)  # from the last step on
         now.line.carried[settled] = held[settled]
