@@ -1,0 +1,222 @@
+"""Hugging Face: `Trainer`, accelerate's loop, peft's adapters. Models are made from configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.programs.proving import certified, recorded
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, Dataset
+
+import dualform
+
+WORDS, LENGTH = 40, 6
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens, labelled by the first of them; held out, the other way round: there the
+    first epoch is the best."""
+
+    def __init__(self, size: int, *, held_out: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(2, WORDS, (size, LENGTH), generator=generator)
+        self.labels = ((self.tokens[:, 0] > WORDS // 2) != held_out).long()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.tokens[number],
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            "labels": self.labels[number],
+        }
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=WORDS,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=LENGTH,
+        num_labels=2,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+class HuggingFace:
+    """`Trainer`, which makes its optimizer inside `train()` and puts the best weights back."""
+
+    def __init__(self, place: Path, **settings: Any) -> None:
+        self.model, self.place, self.settings = bert(), place, settings
+        self.texts = Texts(24)
+
+    def train(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        arguments = transformers.TrainingArguments(
+            output_dir=str(self.place),
+            num_train_epochs=3,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            warmup_steps=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+            seed=0,
+            **({"save_strategy": "no", "learning_rate": 5e-3} | self.settings),
+        )
+        trainer = transformers.Trainer(
+            model=self.model,
+            args=arguments,
+            train_dataset=self.texts,
+            eval_dataset=Texts(8, held_out=True),
+        )
+        trainer.train()
+        self.best = trainer.state.best_model_checkpoint
+
+
+def asked(texts: Texts) -> dict[str, Tensor]:
+    return {"input_ids": texts.tokens[:3], "attention_mask": torch.ones(3, LENGTH).long()}
+
+
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    tags = lambda input_ids, labels, **_: {"label": labels}  # noqa: E731
+    program, memory = recorded(
+        lambda: HuggingFace(tmp_path / "checkpoints"), tmp_path / "run", tags=tags
+    )
+    dual = certified(program.model, memory, steps=9, **asked(program.texts))
+    head = memory.layer("classifier")
+    assert sorted(head.patterns["label"]) == sorted(program.texts.labels.tolist() * 3)
+    sums = dual.attend(layers="classifier", **asked(program.texts))["classifier"].sum_by("label")
+    assert set(sums["label"]) == {0, 1}
+
+
+def test_trainer_with_label_smoothing(tmp_path: Path) -> None:
+    """It takes the labels out before the model is called: tags see what the model is given."""
+    pytest.importorskip("accelerate")
+    settings = {"label_smoothing_factor": 0.1}
+    program, memory = recorded(
+        lambda: HuggingFace(tmp_path / "checkpoints", **settings),
+        tmp_path / "run",
+        tags=lambda input_ids, **_: {"first": input_ids[:, 0]},
+    )
+    certified(program.model, memory, steps=9, **asked(program.texts))
+    firsts = program.texts.tokens[:, 0].tolist() * 3
+    assert sorted(memory.layer("classifier").patterns["first"]) == sorted(firsts)
+
+
+def test_trainer_that_puts_the_best_weights_back(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    settings = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "label_smoothing_factor": 0.1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "save_total_limit": 1,
+        "learning_rate": 5e-2,
+    }
+    program, memory = recorded(
+        lambda: HuggingFace(tmp_path / "checkpoints", **settings), tmp_path / "run"
+    )
+    best = int(program.best.rsplit("-", 1)[1])
+    assert best == 3
+    the_memory_ends_at_the_last_update(program.model, memory, steps=9, best=best)
+
+
+def the_memory_ends_at_the_last_update(
+    model: nn.Module, memory: Any, *, steps: int, best: int
+) -> None:
+    """Best weights put back are no update: a remark names the recorded step that they are of."""
+    assert memory.steps == steps
+    memory.check()
+    assert any(f"{best}" in remark for remark in memory.remarks), memory.remarks
+    dual = dualform.DualForm(None, memory)
+    found = dual.verify(every_step=True)
+    assert found.passed, found
+    assert {v.verdict for v in found.verdicts.values()} == {"bit for bit"}
+    then = dual.at(best).weights()
+    for name, weight in model.named_parameters():
+        assert torch.equal(then[name], weight), name
+
+
+class Accelerated:
+    """accelerate's loop: a prepared optimizer that steps only where gradients are in sync."""
+
+    def __init__(self) -> None:
+        self.model = bert()
+        self.texts = Texts(20)
+
+    def train(self) -> None:
+        accelerate = pytest.importorskip("accelerate")
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = AdamW(self.model.parameters(), lr=5e-3)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
+        loader = DataLoader(self.texts, batch_size=4, shuffle=True)
+        model, optimizer, loader, schedule = accelerator.prepare(
+            self.model, optimizer, loader, schedule
+        )
+        for _ in range(2):
+            model.train()
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        accelerator.free_memory()
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    program, memory = recorded(Accelerated, tmp_path / "run")
+    certified(program.model, memory, steps=6, **asked(program.texts))
+    assert memory.layer("classifier").rows == 2 * 20
+
+
+class Adapters:
+    """LoRA on attention's queries and values: everything else is frozen but the head."""
+
+    def __init__(self) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(
+            task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"]
+        )
+        self.model = peft.get_peft_model(bert(), config)
+        self.texts = Texts(20)
+
+    def train(self) -> None:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = AdamW(trained, lr=5e-3)
+        loader = DataLoader(self.texts, batch_size=4, shuffle=True)
+        self.model.train()
+        for _ in range(2):
+            for batch in loader:
+                optimizer.zero_grad()
+                self.model(**batch).loss.backward()
+                optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_lora(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    program, memory = recorded(Adapters, tmp_path / "run")
+    dual = certified(program.model, memory, steps=10, **asked(program.texts))
+    adapter = next(name for name in memory.layers if name.endswith("query.lora_A.default"))
+    assert memory.layer(adapter).rows == 2 * 20 * LENGTH
+    merged = dual.to_model().merge_and_unload()
+    program.model.eval(), merged.eval()
+    with torch.no_grad():
+        outputs = [m(**asked(program.texts)).logits for m in (merged, program.model)]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
