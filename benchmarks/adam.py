@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from recording import BATCH, IMAGES, MLP, Contender, adamw
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(path: Path, contender: Contender, images: Tensor, labels: Tensor, some: Tensor) -> None:
-    with df.record(contender.model, contender.optimizer, path) as recorder:
+    with dualform.record(contender.model, path) as recorder:
         for batch in some:
             recorder.tag(example=batch, label=labels[batch])
             nn.functional.cross_entropy(contender.model(images[batch]), labels[batch]).backward()
@@ -61,7 +61,7 @@ def compare_questions(directory: Path, images: Tensor, labels: Tensor, asked: Te
     for name, contender in contenders.items():
         train(directory / name, contender, images, labels, asked)
     image = images[:1]
-    questions: dict[str, Callable[[df.DualForm], Any]] = {
+    questions: dict[str, Callable[[dualform.DualForm], Any]] = {
         "contributions of the first layer's patterns": lambda dual: dual.contribute(
             image, target=3, layer="0"
         ),
@@ -73,7 +73,7 @@ def compare_questions(directory: Path, images: Tensor, labels: Tensor, asked: Te
         ).weights(),
         "the certificate": lambda dual: dual.verify(),
     }
-    duals = {n: df.DualForm(c.model, directory / n) for n, c in contenders.items()}
+    duals = {n: dualform.DualForm(c.model, directory / n) for n, c in contenders.items()}
     for question, ask in questions.items():
         seconds = {name: timed(lambda d=dual, a=ask: a(d)) for name, dual in duals.items()}
         line = {

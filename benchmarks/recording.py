@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 Times = dict[str, list[tuple[float, ...]]]
 """Of every contender and chunk: its ratios to plain training, by the `CLOCKS`."""
@@ -142,7 +142,7 @@ class Contender:
 
 
 class Recorded(Contender):
-    recorder: df.Recorder
+    recorder: dualform.Recorder
 
     def before(self, batch: Tensor, labels: Tensor) -> None:
         self.recorder.tag(example=batch, label=labels)
@@ -276,7 +276,7 @@ def compare(
     plain = one or Contender("plain", way.job)
     kept = [recorded, *others]
     run = directory / "run"
-    with df.record(recorded.model, recorded.optimizer, run, **way.options) as recorder:
+    with dualform.record(recorded.model, run, **way.options) as recorder:
         recorded.recorder = recorder
         for contender in (*kept, plain):  # the first steps make room in memory, once
             contender.chunk(images, labels, batches[0])
@@ -293,16 +293,16 @@ def compare(
     shutil.rmtree(run)
 
 
-def sustain(way: Way, directory: Path, data: Data) -> df.Memory:
+def sustain(way: Way, directory: Path, data: Data) -> dualform.Memory:
     """The memory of one recording of all the batches."""
     recorded = Recorded("dualform", way.job)
     run = directory / "sustained"
     shutil.rmtree(run, ignore_errors=True)
-    with df.record(recorded.model, recorded.optimizer, run, **way.options) as recorder:
+    with dualform.record(recorded.model, run, **way.options) as recorder:
         recorded.recorder = recorder
         for chunk in data.batches:
             recorded.chunk(data.images, data.labels, chunk)
-    return df.Memory.open(run)
+    return dualform.Memory.open(run)
 
 
 def report_times(way: Way, times: Times) -> None:
@@ -322,7 +322,7 @@ def report_times(way: Way, times: Times) -> None:
             print(json.dumps(line), flush=True)
 
 
-def report_bytes(way: Way, memory: df.Memory) -> None:
+def report_bytes(way: Way, memory: dualform.Memory) -> None:
     distinct = memory.layer("0").distinct
     assert distinct is not None
     assert way.bytes is not None

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from recording import CLOCKS, measure
 
 WORDS, WIDTH, BATCH, LENGTH = 64, 128, 32, 128
@@ -48,7 +48,7 @@ class Contender:
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        self.recorder: df.Recorder | None = None
+        self.recorder: dualform.Recorder | None = None
 
     def turn(self, tokens: Tensor) -> None:
         for batch in tokens:
@@ -76,7 +76,7 @@ def main() -> None:
     ratios = []
     try:
         run = directory / "run"
-        with df.record(recorded.model, recorded.optimizer, run, dtype="float16") as recorder:
+        with dualform.record(recorded.model, run, dtype="float16") as recorder:
             recorded.recorder = recorder
             for contender in (recorded, plain):  # buffers and graphs are looked at once
                 contender.turn(rounds[0])
@@ -87,7 +87,7 @@ def main() -> None:
                 pairs = zip(cost, before, after, strict=True)
                 ratios.append([2 * c / (a + b) for c, a, b in pairs])
                 before = after
-        memory = df.Memory.open(run)
+        memory = dualform.Memory.open(run)
         patterns = sum(memory.layer(name).rows for name in memory.layers)
         numbers = sum(
             memory.layer(n).rows * (memory.layer(n).in_features + memory.layer(n).out_features)

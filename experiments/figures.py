@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import dualform as df
+import dualform
 from dualform import charts
 from runs import Run
 from training import CLASSES, LAYERS, Task
@@ -44,7 +44,7 @@ class Example(NamedTuple):
 
 
 def draw(
-    run: Run, dual: df.DualForm, chosen: Mapping[str, Example], tasks: Mapping[str, Task]
+    run: Run, dual: dualform.DualForm, chosen: Mapping[str, Example], tasks: Mapping[str, Task]
 ) -> dict[str, Any]:
     """All figures of some examples of a run, and the numbers in them."""
     pictures = [tasks[one.task].test_pictures[one.place] for one in chosen.values()]
@@ -55,7 +55,7 @@ def draw(
 
 
 def _draw(
-    run: Run, dual: df.DualForm, name: str, one: Example, tasks: Mapping[str, Task]
+    run: Run, dual: dualform.DualForm, name: str, one: Example, tasks: Mapping[str, Task]
 ) -> dict[str, Any]:
     """The three figures of one example."""
     asked = tasks[one.task]
@@ -84,7 +84,7 @@ def _draw(
     return one._asdict() | {layer: numbers(attention[layer], by) for layer in attention}
 
 
-def numbers(spotlight: df.Spotlight, by: tuple[str, ...]) -> dict[str, Any]:
+def numbers(spotlight: dualform.Spotlight, by: tuple[str, ...]) -> dict[str, Any]:
     """What the figures of one layer show: the favourite classes, and the strongest examples."""
     found = {}
     for name, signed in (("largest totals", False), ("largest signed totals", True)):

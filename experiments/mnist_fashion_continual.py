@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-import dualform as df
+import dualform
 from figures import Example, draw
 from routing import cosines
 from runs import Experiment, Run, main, start
@@ -43,7 +43,7 @@ def phases(steps: tuple[int, ...]) -> list[Phase]:
     return [Phase((task("mnist"),), steps[0]), Phase((task("fashion"),), steps[1])]
 
 
-def masked(dual: df.DualForm, strength: float = 1.0, **where: Any) -> df.DualForm:
+def masked(dual: dualform.DualForm, strength: float = 1.0, **where: Any) -> dualform.DualForm:
     """Without a part of what Fashion-MNIST wrote. Not retraining.
 
     Task and label are both named, always: what each class wrote is then summed up once, for every
@@ -56,7 +56,7 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     """Accuracies on both tasks under every mask; of the first seed figures."""
     tasks = {name: _shortened(task(name), run) for name in ("mnist", "fashion")}
     switch, end = run.steps[0], sum(run.steps)
-    dual = df.DualForm(trained(run.memory, end), run.memory)
+    dual = dualform.DualForm(trained(run.memory, end), run.memory)
     final = masked(dual, strength=0.0)
     parts = 6
 
@@ -99,7 +99,9 @@ def _shortened(full: Task, run: Run) -> Task:
     return full._replace(test_images=full.test_images[:count], test_labels=full.test_labels[:count])
 
 
-def routed(dual: df.DualForm, final: df.DualForm, tasks: dict[str, Task]) -> dict[str, Any]:
+def routed(
+    dual: dualform.DualForm, final: dualform.DualForm, tasks: dict[str, Task]
+) -> dict[str, Any]:
     """Each input chooses its own mask: by keys of the first layer, without being told its task."""
     first_layer, without = dual.memory.layer("layer0"), masked(dual)
     accuracies, chosen = {}, {}
@@ -114,7 +116,7 @@ def routed(dual: df.DualForm, final: df.DualForm, tasks: dict[str, Task]) -> dic
     return {"routed by attention": accuracies, "routed to their own task": chosen}
 
 
-def interference(final: df.DualForm, mnist: Task) -> dict[str, Any]:
+def interference(final: dualform.DualForm, mnist: Task) -> dict[str, Any]:
     """Whom MNIST inputs attend to after the second task, in percent, layer by layer."""
     output, target = predicted(final, mnist.test_images), mnist.test_labels.numpy()
     right, few = output == target, mnist.test_images[:LOOKED_AT]
@@ -142,7 +144,7 @@ def interference(final: df.DualForm, mnist: Task) -> dict[str, Any]:
 
 
 def chosen(
-    dual: df.DualForm, final: df.DualForm, tasks: dict[str, Task], switch: int
+    dual: dualform.DualForm, final: dualform.DualForm, tasks: dict[str, Task], switch: int
 ) -> dict[str, Example]:
     """A 1 that was right and became a 3; a 7 that stayed right; a dress that is right."""
     found = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-import dualform as df
+import dualform
 from figures import Example, draw
 from runs import Experiment, Run, main, start
 from training import CLASSES, Phase, Report, Task, task, trained
@@ -51,7 +51,7 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     """Accuracies, cross-task attention, votes among twenty classes; of the first seed figures."""
     tasks = {name: _shortened(task(name), run) for name in ("mnist", "fashion")}
     model = trained(run.memory, run.steps[0])
-    dual = df.DualForm(model, run.memory)
+    dual = dualform.DualForm(model, run.memory)
     report("accuracies", 0, 4)
     found: dict[str, Any] = {
         "accuracy": {
@@ -96,7 +96,7 @@ def _shortened(full: Task, run: Run) -> Task:
     return full._replace(test_images=full.test_images[:count], test_labels=full.test_labels[:count])
 
 
-def across(dual: df.DualForm, own: str, asked: Task) -> dict[str, Any]:
+def across(dual: dualform.DualForm, own: str, asked: Task) -> dict[str, Any]:
     """How much attention goes to the other task, layer by layer, in percent."""
     found = {}
     for layer, spotlight in dual.attend(asked.test_images).items():
@@ -115,12 +115,12 @@ def across(dual: df.DualForm, own: str, asked: Task) -> dict[str, Any]:
     return found
 
 
-def recurring_in_each_layer(dual: df.DualForm, images: Any) -> dict[str, Any]:
+def recurring_in_each_layer(dual: dualform.DualForm, images: Any) -> dict[str, Any]:
     """The training examples that are among the strongest of the most inputs."""
     return {name: recurring(spotlight) for name, spotlight in dual.attend(images).items()}
 
 
-def vote_of_twenty(dual: df.DualForm, asked: Task) -> dict[str, list[tuple[str, int]]]:
+def vote_of_twenty(dual: dualform.DualForm, asked: Task) -> dict[str, list[tuple[str, int]]]:
     """The task and class with the largest total attention, for every input and layer."""
     found = {}
     for layer, spotlight in dual.attend(asked.test_images).items():

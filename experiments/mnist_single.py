@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import dualform as df
+import dualform
 from figures import Example, draw, draw_recurring
 from runs import Experiment, Run, main, start
 from training import Phase, Report, task, trained
@@ -57,7 +57,7 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     count = QUICK_INPUTS if run.quick else INPUTS
     images, labels = mnist.test_images[:count], mnist.test_labels[:count]
     model = trained(run.memory, steps)
-    dual = df.DualForm(model, run.memory)
+    dual = dualform.DualForm(model, run.memory)
     parts = 6 if run.draws else 2
 
     report("Table 1", 0, parts)
@@ -89,7 +89,7 @@ def measure(run: Run, report: Report) -> dict[str, Any]:
     return found
 
 
-def certificate(dual: df.DualForm, images: Any) -> dict[str, Any]:
+def certificate(dual: dualform.DualForm, images: Any) -> dict[str, Any]:
     """Whether the memory explains the network, and how closely, in relative terms."""
     verified = dual.verify(images)
     return {
@@ -99,7 +99,7 @@ def certificate(dual: df.DualForm, images: Any) -> dict[str, Any]:
     }
 
 
-def weighted(dual: df.DualForm, images: Any, labels: Any) -> dict[str, Any]:
+def weighted(dual: dualform.DualForm, images: Any, labels: Any) -> dict[str, Any]:
     """The side note of Section 5.2: votes by |α|·‖δ‖ instead of |α|."""
     target, output, attention = labels.numpy(), predicted(dual, images), dual.attend(images)
     return {
@@ -109,13 +109,13 @@ def weighted(dual: df.DualForm, images: Any, labels: Any) -> dict[str, Any]:
     }
 
 
-def spread(layer: df.LayerMemory) -> float:
+def spread(layer: dualform.LayerMemory) -> float:
     """Percent of all ‖δ‖ that the largest tenth of the patterns has: 10 if all are alike."""
     norms = np.sort(error_norms(layer))
     return round(100 * float(norms[-len(norms) // 10 :].sum() / norms.sum()), 1)
 
 
-def over_time(dual: df.DualForm, images: Any, steps: int) -> dict[str, Any]:
+def over_time(dual: dualform.DualForm, images: Any, steps: int) -> dict[str, Any]:
     """When the 500 strongest patterns were met: percent of them in each part of the training."""
     found = {
         name: steps_of_the_strongest(spotlight, 500, steps, PARTS)
@@ -130,14 +130,14 @@ def over_time(dual: df.DualForm, images: Any, steps: int) -> dict[str, Any]:
     }
 
 
-def lengths(layer: df.LayerMemory, steps: int) -> list[float]:
+def lengths(layer: dualform.LayerMemory, steps: int) -> list[float]:
     """The mean ‖key‖ of each part of the training, relative to that of all of it."""
     norms, part = key_lengths(layer), layer.patterns["step"] * PARTS // steps
     means = np.bincount(part, norms, PARTS) / np.bincount(part, minlength=PARTS)
     return [round(float(mean), 3) for mean in means / norms.mean()]
 
 
-def which(dual: df.DualForm, images: Any) -> dict[str, Any]:
+def which(dual: dualform.DualForm, images: Any) -> dict[str, Any]:
     """The training examples that recur among the strongest, and how long their keys are."""
     found = {name: recurring(spotlight) for name, spotlight in dual.attend(images).items()}
     for name, listed in found.items():
@@ -149,7 +149,7 @@ def which(dual: df.DualForm, images: Any) -> dict[str, Any]:
     return found
 
 
-def examples(run: Run, dual: df.DualForm, images: Any, labels: Any) -> dict[str, Any]:
+def examples(run: Run, dual: dualform.DualForm, images: Any, labels: Any) -> dict[str, Any]:
     """The figures: the first 6 and the first 3 that the network has right."""
     target, output = labels.numpy(), predicted(dual, images)
     chosen = {}

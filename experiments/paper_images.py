@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-import dualform as df
+import dualform
 import mnist_fashion_continual
 import mnist_fashion_joint
 import mnist_single
@@ -188,7 +188,7 @@ def draw_single(run: Run, results: list[dict[str, Any]]) -> None:
     time = first["strongest over time"]
     edges = np.linspace(0, time["steps"], time["parts"] + 1).round().astype(int)
     tables = {
-        layer: df.Table(
+        layer: dualform.Table(
             {"from": edges[:-1], "to": edges[1:], "absolute": shares, "patterns": np.diff(edges)}
         )
         for layer, shares in time["percent of the strongest"].items()

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-import dualform as df
+import dualform
 
 AT_ONCE = 2048
 """Keys that are compared with all queries at once."""
 
 
 def cosines(
-    layer: df.LayerMemory, queries: Tensor, by: str, phases: Sequence[Any], k: int = 10
+    layer: dualform.LayerMemory, queries: Tensor, by: str, phases: Sequence[Any], k: int = 10
 ) -> NDArray[np.float64]:
     """Mean of the k largest cosines of each query with the keys of each phase: [n, phases].
 
@@ -56,7 +56,7 @@ def cosines(
     return torch.stack(means, dim=1).numpy()
 
 
-def _blocks(layer: df.LayerMemory) -> Any:
+def _blocks(layer: dualform.LayerMemory) -> Any:
     """Where each block of keys begins, and the keys: different ones, or those of all patterns."""
     if layer.distinct is not None:
         yield from layer.distinct.blocks(AT_ONCE)

@@ -30,7 +30,7 @@ import torch
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import dualform as df
+import dualform
 from data import DataError
 from training import PRESETS, Phase, Report, estimate, train
 
@@ -127,7 +127,7 @@ def perform(experiment: Experiment, run: Run, report: Report) -> dict[str, Any]:
         )
     train(run.memory, PRESETS[run.preset], phases, run.seed, report)
     trained_at = time.time()
-    memory = df.Memory.open(run.memory)
+    memory = dualform.Memory.open(run.memory)
     numbers = {
         "settings": run.settings,
         "command": run.command,
@@ -156,7 +156,7 @@ def discard(memory: Path) -> None:
 def versions() -> dict[str, str]:
     """What a run was made with."""
     return {
-        "dualform": df.__version__,
+        "dualform": dualform.__version__,
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "python": platform.python_version(),

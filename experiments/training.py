@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from data import images
 
 BATCH = 128
@@ -128,7 +128,7 @@ def estimate(phases: Sequence[Phase]) -> int:
     steps, seen = sum(phase.steps for phase in phases), {t.name: t for p in phases for t in p.tasks}
     examples = sum(len(each.labels) for each in seen.values())
     sample = next(iter(seen.values())).images[:BATCH]
-    found = df.estimate(
+    found = dualform.estimate(
         network(),
         sample,
         steps=steps,
@@ -167,7 +167,7 @@ def train(path: Path, preset: Preset, phases: Sequence[Phase], seed: int, report
     optimizer = torch.optim.SGD(model.parameters(), lr=preset.lr, momentum=preset.momentum)
     done, steps = 0, sum(phase.steps for phase in phases)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with df.record(model, optimizer, path, dtype=STORED, overwrite=True) as recorder:
+    with dualform.record(model, path, dtype=STORED, overwrite=True) as recorder:
         for place, phase in enumerate(phases):
             names = np.array([each.name for each in phase.tasks])
             stream = batches(phase.tasks, [seed, place])
@@ -192,8 +192,8 @@ def weights_file(path: Path, step: int) -> Path:
 def is_trained(path: Path, steps: int) -> bool:
     """Whether a memory of a whole run, and its weights, are there."""
     try:
-        memory = df.Memory.open(path)
-    except df.MemoryFileError:
+        memory = dualform.Memory.open(path)
+    except dualform.MemoryFileError:
         return False
     return memory.closed and memory.steps == steps and weights_file(path, steps).exists()
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import dualform as df
+import dualform
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -40,7 +40,7 @@ def accuracy(network: Any, images: Tensor, labels: Tensor) -> float:
 
 
 def totals(
-    spotlight: df.Spotlight, *by: str, signed: bool = False
+    spotlight: dualform.Spotlight, *by: str, signed: bool = False
 ) -> tuple[Reals, list[tuple[Any, ...]]]:
     """Σ|α| (or Σα) of every query over each group of patterns, [n, groups]; and the groups."""
     table, n = spotlight.sum_by(*by), len(spotlight.queries)
@@ -49,7 +49,7 @@ def totals(
     return sums, list(zip(*columns, strict=True))
 
 
-def votes(spotlight: df.Spotlight) -> Ints:
+def votes(spotlight: dualform.Spotlight) -> Ints:
     """The class with the largest total attention, for every query."""
     sums, classes = totals(spotlight, "label")
     return np.array([label for (label,) in classes])[sums.argmax(1)]
@@ -65,7 +65,7 @@ def split(vote: Ints, target: Ints, output: Ints) -> dict[str, float]:
     }
 
 
-def table1(dual: df.DualForm, images: Tensor, labels: Tensor) -> dict[str, Any]:
+def table1(dual: dualform.DualForm, images: Tensor, labels: Tensor) -> dict[str, Any]:
     """Table 1 of one network: a row per layer, and how many inputs it is about."""
     target, output = labels.numpy(), predicted(dual, images)
     attention = dual.attend(images)
@@ -76,13 +76,13 @@ def table1(dual: df.DualForm, images: Tensor, labels: Tensor) -> dict[str, Any]:
 # Attention times the size of what was learned -----------------------------------------------------
 
 
-def error_norms(layer: df.LayerMemory) -> Reals:
+def error_norms(layer: dualform.LayerMemory) -> Reals:
     """‖δ_t‖ of every pattern: the length of its error signal."""
     norms = [block.error_signals.double().norm(dim=1) for block in layer.blocks(4096)]
     return torch.cat(norms).numpy()
 
 
-def weighted_votes(layer: df.LayerMemory, queries: Tensor) -> Ints:
+def weighted_votes(layer: dualform.LayerMemory, queries: Tensor) -> Ints:
     """Votes where each pattern's |α| is multiplied by the length of its error signal.
 
     Keys that recur are met once, with all their visits' lengths added up; where no weight can be
@@ -111,21 +111,23 @@ def weighted_votes(layer: df.LayerMemory, queries: Tensor) -> Ints:
 # When, and which ----------------------------------------------------------------------------------
 
 
-def steps_of_the_strongest(spotlight: df.Spotlight, k: int, steps: int, bins: int) -> list[float]:
+def steps_of_the_strongest(
+    spotlight: dualform.Spotlight, k: int, steps: int, bins: int
+) -> list[float]:
     """Percent of the k strongest patterns of each query that come from each part of training."""
     found = spotlight.top(k, sign="absolute")["step"]
     counts, _ = np.histogram(found, bins=bins, range=(0, steps))
     return [round(100 * float(count) / len(found), 3) for count in counts]
 
 
-def key_lengths(layer: df.LayerMemory) -> Reals:
+def key_lengths(layer: dualform.LayerMemory) -> Reals:
     """‖x_t‖ of every pattern: the length of its key."""
     blocks = layer.blocks(4096, error_signals=False)
     return torch.cat([block.keys.double().norm(dim=1) for block in blocks]).numpy()
 
 
 def strongest_examples(
-    spotlight: df.Spotlight, k: int, look: int = 500
+    spotlight: dualform.Spotlight, k: int, look: int = 500
 ) -> list[list[dict[str, Any]]]:
     """The k different training examples with the strongest visit, for every query."""
     found: list[dict[tuple[Any, int], dict[str, Any]]] = [{} for _ in spotlight.queries]
@@ -136,7 +138,7 @@ def strongest_examples(
     return [list(mine.values()) for mine in found]
 
 
-def recurring(spotlight: df.Spotlight, k: int = 3, look: int = 80) -> list[dict[str, Any]]:
+def recurring(spotlight: dualform.Spotlight, k: int = 3, look: int = 80) -> list[dict[str, Any]]:
     """The training examples that are among the k strongest of the most queries."""
     lists = strongest_examples(spotlight, k, look)
     counts = Counter((row["task"], row["example"], row["label"]) for one in lists for row in one)

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform import terminal
 from dualform.cli import main
 
@@ -68,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def record(model: nn.Module, path: Path, checkpoint: Path, names: bool = False) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with df.record(model, optimizer, path) as recorder:
+    with dualform.record(model, path) as recorder:
         for step in range(20):
             example = torch.arange(4) + 4 * (step % 3)
             ids = [f"e{i}" for i in example.tolist()] if names else example
@@ -125,7 +125,7 @@ def test_info_names_what_patterns_do_not_explain_and_what_happened(
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keep = {"0": "patterns", "1": "keys", "*": "values"}
-    with df.record(model, optimizer, tmp_path / "run", keep=keep) as recorder:
+    with dualform.record(model, tmp_path / "run", keep=keep) as recorder:
         for step in range(4):
             recorder.tag(example=torch.arange(5))
             model(torch.randn(5, 4)).square().sum().backward()
@@ -169,7 +169,7 @@ def test_verify_says_which_verdict_holds_for_which_parameter(ask: Any, ask_json:
 
 
 def test_verify_replays_every_step_if_asked(ask_json: Any, place: Path) -> None:
-    memory = df.Memory.open(place / "run")
+    memory = dualform.Memory.open(place / "run")
     found = ask_json("verify", "run", "--every-step")
     for verdict in found["parameters"]:
         ways = len(memory.kept.steps(verdict["parameter"])) - 1
@@ -215,7 +215,7 @@ def test_a_damaged_file_is_named(place: Path, ask: Any, tmp_path: Path) -> None:
 
 def test_attend_gives_what_the_library_gives(place: Path, ask_json: Any) -> None:
     found = ask_json("attend", "run", "--example", "5", "--top", 3, "--sum-by", "label")
-    attention = df.DualForm(None, place / "run").attend(example=5)
+    attention = dualform.DualForm(None, place / "run").attend(example=5)
     assert list(found["layers"]) == ["fc1", "fc2"]
     for name, spotlight in attention.items():
         assert found["layers"][name]["top"] == spotlight.top(3).to_dict()
@@ -227,7 +227,7 @@ def test_attend_with_an_input_runs_the_rebuilt_network(place: Path, ask_json: An
 
     asked = ("attend", "run", "--model", "cli_nets:net", "--layer", "fc2", "--at", 10)
     image = safetensors.torch.load_file(place / "one.safetensors")["anything"]
-    expected = df.DualForm(cli_nets.Two(), place / "run").at(10).attend(image)["fc2"]
+    expected = dualform.DualForm(cli_nets.Two(), place / "run").at(10).attend(image)["fc2"]
     one = ask_json(*asked, "--input", "one.safetensors", "--sign", "absolute", "--by", "label")
     assert one["layers"]["fc2"]["top"] == expected.top(10, "label", "absolute").to_dict()
     assert one["step"] == 10
@@ -241,7 +241,7 @@ def test_contributions_add_up_to_what_the_network_says(place: Path, ask_json: An
 
     asked = ("contribute", "run", "--model", "cli_nets:net", "--input", "one.safetensors")
     image = safetensors.torch.load_file(place / "one.safetensors")["anything"]
-    output: Tensor = df.DualForm(cli_nets.Two(), place / "run")(image)[0]
+    output: Tensor = dualform.DualForm(cli_nets.Two(), place / "run")(image)[0]
     found = ask_json(*asked, "--target", 2, "--sum-by", "label")
     assert found["total"] == pytest.approx(float(output[2]), abs=1e-5)
     written = sum(row["contribution"] for row in found["sum_by"]["rows"])
@@ -304,7 +304,7 @@ def test_export_writes_a_memory_in_16_bits_that_verifies(
     found = ask_json("export", run, tmp_path / "half", "--dtype", "float16")
     assert found["passed"] is found["certificate"]["passed"] is True
     assert "patterns were put into float16 afterwards" in found["lost"][0]
-    assert found["bytes_after"] == df.Memory.open(tmp_path / "half").bytes_on_disk
+    assert found["bytes_after"] == dualform.Memory.open(tmp_path / "half").bytes_on_disk
     shown = " ".join(ask("info", tmp_path / "half").stdout.split())
     assert "patterns were put into float16 afterwards" in shown
     verified = ask("verify", tmp_path / "half")
@@ -325,10 +325,10 @@ def test_a_memory_that_certifies_little_exits_with_1(ask: Any, tmp_path: Path) -
 
 def test_export_drops_layers_and_error_signals(ask: Any, tmp_path: Path) -> None:
     assert ask("export", "run", tmp_path / "one", "--layers", "fc1").exit_code == 0
-    assert df.Memory.open(tmp_path / "one").layers == ("fc1",)
+    assert dualform.Memory.open(tmp_path / "one").layers == ("fc1",)
     some = ask("export", "run", tmp_path / "some", "--error-signals", "fc2")
     assert "the error signals of fc1 were dropped afterwards" in some.stdout
-    memory = df.Memory.open(tmp_path / "some")
+    memory = dualform.Memory.open(tmp_path / "some")
     assert {n: memory.layer(n).keep for n in memory.layers} == {
         "fc1": "keys", "norm": "examples", "fc2": "patterns",
     }  # fmt: skip
@@ -416,7 +416,7 @@ def test_an_input_that_does_not_fit_says_why(ask: Any, file: str, said: str) -> 
 def test_a_run_without_example_ids_says_what_to_tag(ask: Any, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path / "untagged"):
+    with dualform.record(model, tmp_path / "untagged"):
         model(torch.randn(3, 2)).sum().backward()
         optimizer.step()
     result = ask("attend", tmp_path / "untagged", "--example", 1)
@@ -426,7 +426,7 @@ def test_a_run_without_example_ids_says_what_to_tag(ask: Any, tmp_path: Path) ->
 
 def test_a_memory_without_a_single_step_can_be_asked_what_it_is(ask: Any, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with df.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "empty"):
+    with dualform.record(model, tmp_path / "empty"):
         pass
     assert "no layers" in ask("info", tmp_path / "empty").stdout
     assert ask("verify", tmp_path / "empty").exit_code == 0
@@ -438,7 +438,7 @@ def test_a_gradient_that_was_edited_leaves_its_parameter_with_kept_states_only(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path / "odd", audit="warn"):
+    with dualform.record(model, tmp_path / "odd", audit="warn"):
         for step in range(3):
             model(torch.randn(3, 2)).sum().backward()
             assert model.weight.grad is not None
@@ -507,11 +507,11 @@ def test_ctrl_c_says_one_line(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert said == "dualform: interrupted\n"
     assert out == ""
-    assert df.Memory.open(run).closed
+    assert dualform.Memory.open(run).closed
 
 
 def test_the_version_is_ours(ask: Any) -> None:
-    assert df.__version__ in ask("--version").stdout
+    assert dualform.__version__ in ask("--version").stdout
 
 
 @pytest.mark.parametrize("command", ["", *sorted(main.commands)])
@@ -574,7 +574,7 @@ def test_attend_adds_up_over_time_by_example_and_by_two_columns(place: Path, ask
     found = ask_json(
         *asked, "--sum-by", "label", "--over", "step", "--bins", 4, "--by-example", "--by", "label"
     )
-    spotlight = df.DualForm(None, place / "run").attend(example=5)["fc1"]
+    spotlight = dualform.DualForm(None, place / "run").attend(example=5)["fc1"]
     tables = found["layers"]["fc1"]
     assert tables["top"] == spotlight.top(10, by="label").to_dict()
     assert tables["sum_by"] == spotlight.sum_by("source", "label").to_dict()
@@ -585,7 +585,7 @@ def test_attend_adds_up_over_time_by_example_and_by_two_columns(place: Path, ask
 def test_contribute_splits_a_margin_and_adds_it_up(place: Path, ask_json: Any) -> None:
     asked = ("contribute", "run", "--example", 5, "--target", "margin", "--label", 2)
     found = ask_json(*asked, "--by", "label", "--top", 2, "--over", "step", "--by-example")
-    answer = df.DualForm(None, place / "run").contribute(example=5, target="margin", label=2)
+    answer = dualform.DualForm(None, place / "run").contribute(example=5, target="margin", label=2)
     assert found["target"] == answer.target
     assert found["top"] == answer.top(2, by="label").to_dict()
     assert found["over"] == answer.over("step", by="label").to_dict()
@@ -617,7 +617,7 @@ def test_one_table_is_exported_to_the_file_and_several_to_files_named_after_it(
 
     asked = ("attend", "run", "--example", 5, "--layer", "fc2", "--top", 7)
     assert ask(*asked, "--export", tmp_path / "top.csv").exit_code == 0
-    expected = df.DualForm(None, place / "run").attend(example=5)["fc2"].top(7)
+    expected = dualform.DualForm(None, place / "run").attend(example=5)["fc2"].top(7)
     with open(tmp_path / "top.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["weight"]) for row in rows] == expected["weight"].tolist()
@@ -635,7 +635,7 @@ def test_parquet_keeps_types_and_the_caption(place: Path, ask: Any, tmp_path: Pa
     file = tmp_path / "by.parquet"
     asked = ("contribute", "run", "--example", 5, "--target", 1, "--export", file)
     assert ask(*asked).exit_code == 0
-    answer = df.DualForm(None, place / "run").contribute(example=5, target=1).top(10)
+    answer = dualform.DualForm(None, place / "run").contribute(example=5, target=1).top(10)
     table = parquet.read_table(file)
     assert table.column_names == list(answer.columns)
     assert table["contribution"].to_pylist() == answer["contribution"].tolist()

@@ -78,7 +78,7 @@ def record(
         torch.manual_seed(3)
         net = make().to(precision)
     optimizer = rule(net.parameters(), lr=0.02, weight_decay=1e-2)
-    with dualform.record(net, optimizer, path, **options) as recorder:
+    with dualform.record(net, path, **options) as recorder:
         for i in range(steps):
             generator = torch.Generator().manual_seed(i % period)
             inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64).to(precision)
@@ -254,7 +254,7 @@ def test_recording_goes_on_in_a_memory_made_smaller(tmp_path: Path) -> None:
     dualform.compact(tmp_path / "run", tmp_path / "made", error_signals=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     keep = {"norm": "auto", "*": "keys"}
-    with dualform.record(net, optimizer, tmp_path / "made", keep=keep, resume=True) as recorder:
+    with dualform.record(net, tmp_path / "made", keep=keep, resume=True) as recorder:
         recorder.tag(example=0, label=0, task="more")
         F.cross_entropy(net(torch.eye(8, 6)), torch.arange(8) % 4).backward()
         optimizer.step()
@@ -287,7 +287,7 @@ def test_nothing_that_is_there_is_lost(recorded: Any, tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="looks like a URL"):
         dualform.compact(source, "s3://bucket/run")
     net = plain()
-    with dualform.record(net, torch.optim.SGD(net.parameters(), lr=0.1), tmp_path / "live"):  # noqa: SIM117
+    with dualform.record(net, tmp_path / "live"):  # noqa: SIM117
         with pytest.raises(RecordingError, match="still being recorded"):
             dualform.compact(tmp_path / "live", tmp_path / "no")
 

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-import dualform as df
+import dualform
 from dualform.cli import main
 from dualform.demo import Chapter, draw, farewell, network, opening, story, tell
 from dualform.demo.chapters import Certified, Digit, Masked, Recorded, TimeTravel
@@ -77,7 +77,7 @@ def test_the_training_digits_shown_are_those_attended_to_most(
 ) -> None:
     digit = next(chapter for chapter in chapters if isinstance(chapter, Digit))
     image = torch.tensor(digit.pixels).reshape(1, 64)
-    attention = df.DualForm(network(), run).attend(image)
+    attention = dualform.DualForm(network(), run).attend(image)
     for layer in digit.attention:
         first = layer.top[0]
         strongest = attention[layer.layer].top(1).rows()[0]
@@ -160,10 +160,10 @@ def test_it_uses_public_names_only() -> None:
     used = {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "df"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dualform"
     }
     assert taken == ["dualform"]
-    assert used <= set(df.__all__)
+    assert used <= set(dualform.__all__)
 
 
 # On the screen ------------------------------------------------------------------------------------

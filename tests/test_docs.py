@@ -160,14 +160,14 @@ def api_page() -> str:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    headed = set(re.findall(r"^### `(?:df\.)?(\w+)", api_page(), re.MULTILINE))
+    headed = set(re.findall(r"^### `(?:dualform\.)?(\w+)", api_page(), re.MULTILINE))
     assert {name for name in dualform.__all__ if not name.startswith("_")} == headed
 
 
 @pytest.mark.parametrize("cls", [c for c in public_objects() if isinstance(c, type)], ids=object_id)
 def test_every_public_method_is_in_the_reference(cls: type) -> None:
     text = api_page()
-    heading = re.search(rf"^### `(?:df\.)?{cls.__name__}\b.*?(?=^##|\Z)", text, re.M | re.S)
+    heading = re.search(rf"^### `(?:dualform\.)?{cls.__name__}\b.*?(?=^##|\Z)", text, re.M | re.S)
     assert heading is not None
     section = heading[0]
     named = re.compile(rf"`(?:{cls.__name__})?\.?(\w+)")

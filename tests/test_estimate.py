@@ -67,7 +67,7 @@ def record(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, path: Path, **options: Any
 ) -> dualform.Memory:
     """150 steps; every batch has other values, of `batch`'s few rows."""
-    with dualform.record(model, optimizer, path, **options) as recorder:
+    with dualform.record(model, path, **options) as recorder:
         for _ in range(150):
             order = torch.randperm(len(batch))
             recorder.tag(example=order, label=order % 10)

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 NETS = """
 from torch import nn
@@ -48,7 +48,7 @@ def net() -> nn.Sequential:
 
 def _record(model: nn.Module, path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with df.record(model, optimizer, path) as recorder:
+    with dualform.record(model, path) as recorder:
         for step in range(20):
             example = torch.arange(4) + 4 * (step % 3)
             side = 1.0 if step < 10 else -1.0
@@ -62,7 +62,7 @@ def _record(model: nn.Module, path: Path) -> None:
 
 MODEL = ("--input", "one.safetensors", "--model", "question_nets:net")
 
-MASKS: list[tuple[list[str], Callable[[df.DualForm], df.DualForm]]] = [
+MASKS: list[tuple[list[str], Callable[[dualform.DualForm], dualform.DualForm]]] = [
     (["--without", "task=right"], lambda d: d.without(task=["right"])),
     (
         ["--without", "label=0,2", "--strength", "0.7"],
@@ -82,7 +82,7 @@ MASKS: list[tuple[list[str], Callable[[df.DualForm], df.DualForm]]] = [
 def test_a_masked_view_is_asked_as_in_python(
     place: Path, ask_json: Any, words: list[str], view: Any
 ) -> None:
-    dual = view(df.DualForm(net(), place / "run"))
+    dual = view(dualform.DualForm(net(), place / "run"))
     found = ask_json("attend", "run", *MODEL, *words, "--layer", "2", "--top", 4)
     expected = dual.attend(IMAGE)["2"].top(4)
     assert found["layers"]["2"]["top"] == expected.to_dict()
@@ -102,7 +102,7 @@ def test_text_says_that_a_mask_is_not_retraining(ask: Any) -> None:
 
 
 def test_a_direction_over_the_outputs_is_a_target(place: Path, ask_json: Any) -> None:
-    dual = df.DualForm(net(), place / "run")
+    dual = dualform.DualForm(net(), place / "run")
     along = torch.tensor([1.0, -0.5, 0.25])
     found = ask_json("contribute", "run", *MODEL, "--direction", "direction.safetensors")
     output: Tensor = dual(IMAGE)[0]
@@ -114,7 +114,7 @@ def test_a_direction_over_the_outputs_is_a_target(place: Path, ask_json: Any) ->
 def test_how_far_attention_is_spread_and_absolute_values_after_summing(
     place: Path, ask_json: Any
 ) -> None:
-    dual = df.DualForm(net(), place / "run")
+    dual = dualform.DualForm(net(), place / "run")
     words = ("--effective", "--by-example", "--absolute", "after", "--layer", "0")
     found = ask_json("attend", "run", *MODEL, *words)["layers"]["0"]
     spotlight = dual.attend(IMAGE)["0"]
@@ -149,5 +149,5 @@ def test_a_question_that_cannot_be_asked_says_why(ask: Any, asked: Any, words: s
 
 
 def test_a_memory_that_is_none_is_refused_by_name(place: Path) -> None:
-    with pytest.raises(df.QueryError, match="was given None as its memory"):
-        df.DualForm(net(), None)  # type: ignore[arg-type]
+    with pytest.raises(dualform.QueryError, match="was given None as its memory"):
+        dualform.DualForm(net(), None)  # type: ignore[arg-type]

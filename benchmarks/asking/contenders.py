@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 WIDTH, BATCH, EXAMPLES, CLASSES, K = 800, 128, 20_000, 10, 500
 LAYER = "2"
@@ -36,7 +36,7 @@ def recorded(path: Path, patterns: int, width: int, **options: Any) -> nn.Sequen
     generator = torch.Generator().manual_seed(2)
     inputs, labels = images(EXAMPLES, generator)
     settings = {"keep": {LAYER: "keys", "*": "values"}} | options
-    with df.record(model, optimizer, path, **settings) as recorder:
+    with dualform.record(model, path, **settings) as recorder:
         for step in range(patterns // BATCH):
             batch = torch.randint(0, EXAMPLES, (BATCH,), generator=generator)
             task = "first" if step < patterns // BATCH // 2 else "second"
@@ -57,7 +57,7 @@ class Asked:
     """One memory and one set of queries, asked in every way there is."""
 
     def __init__(self, path: Path, queries: Tensor) -> None:
-        self.memory = df.Memory.open(path)
+        self.memory = dualform.Memory.open(path)
         self.layer = self.memory.layer(LAYER)
         self.queries = queries
         self.keys = [b.keys for b in self.layer.blocks(4096, error_signals=False)]
@@ -65,9 +65,9 @@ class Asked:
         self.labels = torch.from_numpy(patterns["label"])
         self.examples = torch.from_numpy(patterns["example"])
 
-    def spotlight(self, queries: Tensor | None = None) -> df.Spotlight:
+    def spotlight(self, queries: Tensor | None = None) -> dualform.Spotlight:
         asked = self.queries if queries is None else queries
-        return df.DualForm(None, self.memory).attend(queries=asked, layers=LAYER)[LAYER]
+        return dualform.DualForm(None, self.memory).attend(queries=asked, layers=LAYER)[LAYER]
 
     def limit(self) -> None:
         """One product of all keys with all queries, streamed, its result thrown away."""
@@ -89,10 +89,10 @@ class Asked:
 
     _square = torch.rand(2048, 2048)
 
-    def top(self) -> df.Table:
+    def top(self) -> dualform.Table:
         return self.spotlight().top(K)
 
-    def everything(self) -> list[df.Table]:
+    def everything(self) -> list[dualform.Table]:
         """Top patterns in all and per class, sums by class, per example and over time."""
         spotlight = self.spotlight()
         tables = [spotlight.top(K), spotlight.top(K, by="label"), spotlight.sum_by("label")]

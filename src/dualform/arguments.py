@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 TAKEN = frozenset(
     {"by", "every_step", "example", "label", "layer", "layers", "progress", "queries", "target"}
@@ -27,10 +27,10 @@ TAKEN = frozenset(
 """Keyword arguments of `DualForm`'s own verbs, which an input cannot be called."""
 
 
-def example_id(memory: df.Memory, text: str) -> Any:
+def example_id(memory: dualform.Memory, text: str) -> Any:
     """An id as it was tagged: a string where ids are strings, else a number."""
     if "example" not in memory.columns:
-        raise df.QueryError(
+        raise dualform.QueryError(
             "this memory was recorded without example ids, so --example has nothing to find; its "
             f"columns are {', '.join(memory.columns)}. Tag them: recorder.tag(example=ids)"
         )
@@ -41,7 +41,7 @@ def example_id(memory: df.Memory, text: str) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise df.QueryError(
+        raise dualform.QueryError(
             f"--example {text} was given, but the ids of this memory are numbers such as {known[0]}"
         ) from None
 
@@ -55,7 +55,7 @@ def read_input(file: Path | None) -> tuple[tuple[Tensor, ...], dict[str, Tensor]
         return tuple(tensors.values()), {}
     taken = sorted(TAKEN & tensors.keys())
     if taken:
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"{file} holds several tensors, which become keyword arguments by their names, and one "
             f"is called {taken[0]!r}, a word of dualform's own. Ask in Python, with a module that "
             "takes the inputs under other names"
@@ -67,12 +67,12 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         tensors = safetensors.torch.load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"{file} cannot be read as a safetensors file: {error}. Write one with "
             "safetensors.torch.save_file({'input': tensor}, path)"
         ) from error
     if not tensors:
-        raise df.DualFormError(f"{file} holds no tensor; expected the model's input")
+        raise dualform.DualFormError(f"{file} holds no tensor; expected the model's input")
     return tensors
 
 
@@ -80,7 +80,7 @@ def build_model(spec: str) -> nn.Module:
     """The module that `package.module:factory` makes."""
     module_name, colon, name = spec.partition(":")
     if not (module_name and colon and name):
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"--model {spec} is not of the form package.module:factory, such as "
             "dualform.demo:network"
         )
@@ -92,21 +92,21 @@ def build_model(spec: str) -> nn.Module:
             factory = getattr(factory, part)
         built = factory() if not isinstance(factory, nn.Module) else factory
     except Exception as error:  # whatever the user's own code raises
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"--model {spec} could not be built: {type(error).__name__}: {error}. Expected a "
             "function without arguments that returns the module, in a file that Python can import "
             f"from {os.getcwd()}"
         ) from error
     if not isinstance(built, nn.Module):
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"--model {spec} gave a {type(built).__name__}; expected a torch.nn.Module"
         )
     return built
 
 
-def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> nn.Module:
+def trained_model(model: nn.Module, memory: dualform.Memory, weights: Path | None) -> nn.Module:
     """The architecture with the weights training left: a checkpoint's, or the memory's own."""
-    trained = df.DualForm(model, memory).to_model()
+    trained = dualform.DualForm(model, memory).to_model()
     if weights is None:
         return trained
     held = dict(trained.named_parameters()) | dict(trained.named_buffers())
@@ -114,7 +114,7 @@ def trained_model(model: nn.Module, memory: df.Memory, weights: Path | None) -> 
     missing = [name for name, _ in trained.named_parameters() if name not in given]
     wrong = [n for n in given if n in held and given[n].shape != held[n].shape]
     if missing or wrong:
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"{weights} does not hold this model's weights: {(missing or wrong)[0]!r} is "
             f"{'missing' if missing else 'of another shape'}; expected a saved state_dict()"
         )
@@ -129,12 +129,12 @@ def running(file: Path | None) -> Iterator[None]:
     """While the user's own module runs: what it raises is said in a sentence."""
     try:
         yield
-    except (df.DualFormError, OSError):
+    except (dualform.DualFormError, OSError):
         raise
     except Exception as error:
         if file is None:
             raise
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"the model could not be run on {file}: {type(error).__name__}: {error}"
         ) from error
 
@@ -146,7 +146,7 @@ def target_of(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise df.QueryError(
+        raise dualform.QueryError(
             f"--target {text} was given; expected the number of an output, counted from 0, or "
             "margin"
         ) from None
@@ -156,7 +156,7 @@ def read_direction(file: Path) -> Tensor:
     """What each output counts for: the one tensor of a file."""
     tensors = _read_tensors(file)
     if len(tensors) != 1:
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             f"{file} holds {len(tensors)} tensors; --direction takes one, of the output's shape"
         )
     return next(iter(tensors.values()))
@@ -170,16 +170,16 @@ def keep_of(given: tuple[str, ...]) -> str | dict[str, str]:
     return {layers or "*": word for layers, _, word in pairs}
 
 
-def condition(memory: df.Memory, option: str, text: str) -> dict[str, Any]:
+def condition(memory: dualform.Memory, option: str, text: str) -> dict[str, Any]:
     """What `label=7`, `label=1,7`, `task=fashion` or `step=0:3000` selects, as masks take it."""
     column, equals, value = text.partition("=")
     if not (column and equals and value):
-        raise df.QueryError(
+        raise dualform.QueryError(
             f"{option} {text} is not a condition; expected COLUMN=VALUE, such as label=7, "
             f"label=1,7 or step=0:3000; columns are {', '.join(memory.columns)}"
         )
     if column not in memory.columns:
-        raise df.QueryError(
+        raise dualform.QueryError(
             f"{option} {text} was given, but there is no column {column!r}; this memory has "
             f"{', '.join(memory.columns)}"
         )
@@ -193,7 +193,7 @@ def condition(memory: df.Memory, option: str, text: str) -> dict[str, Any]:
             return {column: slice(*(_number(end) if end else None for end in (low, high)))}
         return {column: [_number(part) for part in value.split(",")]}
     except ValueError:
-        raise df.QueryError(
+        raise dualform.QueryError(
             f"{option} {text} was given, but {column!r} holds numbers such as {known[0]}; expected "
             f"{column}=1, {column}=1,7 or {column}=0:3000"
         ) from None
@@ -208,5 +208,7 @@ def _number(text: str) -> int | float:
 
 def largest_output(output: Any) -> int:
     if not isinstance(output, Tensor) or output.numel() != output.shape[-1]:
-        raise df.QueryError("the model's output is not one row; name the output with --target")
+        raise dualform.QueryError(
+            "the model's output is not one row; name the output with --target"
+        )
     return int(output.argmax())

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-import dualform as df
+import dualform
 from dualform import arguments, overview, questions, terminal
 from dualform.options import (
     destination_argument,
@@ -29,12 +29,12 @@ from dualform.options import (
 
 
 @click.group(cls=terminal.Shell, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(df.__version__, prog_name="dualform")
+@click.version_option(dualform.__version__, prog_name="dualform")
 def main() -> None:
     """A network trained by gradient descent is an attention over its own training.
 
-    Record a run in Python (with df.record(model, optimizer, "RUN"): ...), then ask RUN here. New?
-    Start with:  dualform demo
+    Record a run in Python (with dualform.record(model, "RUN"): ...), then ask RUN here.
+    New? Start with:  dualform demo
 
     Exit status: 0 fine, 1 a verification failed, 2 the question cannot be answered.
     """
@@ -91,7 +91,7 @@ def info(run: Path, as_json: bool) -> None:
     happened besides explained updates: events and remarks.
     """
     with terminal.busy("reading"):
-        facts = overview.facts(df.Memory.open(run))
+        facts = overview.facts(dualform.Memory.open(run))
     if as_json:
         terminal.show_json(facts)
     else:
@@ -131,14 +131,14 @@ def verify(
     """
     if model is None and (input_file is not None or weights is not None):
         raise click.UsageError("--input and --weights need --model, to know what to run")
-    memory = df.Memory.open(run)
+    memory = dualform.Memory.open(run)
     positional, named = arguments.read_input(input_file)
     net = None if model is None else arguments.build_model(model)
     if net is not None:
         net = arguments.trained_model(net, memory, weights)
     with terminal.progress_bar() as progress, arguments.running(input_file):
         memory.check(progress=lambda done, total: progress("checksums", done, total))
-        certificate = df.DualForm(net, memory).verify(
+        certificate = dualform.DualForm(net, memory).verify(
             *positional,
             every_step=every_step,
             progress=lambda done, total: progress("verifying", done, total),
@@ -201,7 +201,7 @@ def estimate(
     positional, named = arguments.read_input(input_file)
     net = arguments.build_model(model)
     with arguments.running(input_file):
-        found = df.estimate(
+        found = dualform.estimate(
             net,
             named or positional or None,
             batch=batch,
@@ -244,7 +244,7 @@ def export(
     if error_signals and no_error_signals:
         raise click.UsageError("either --error-signals LAYERS or --no-error-signals")
     with terminal.progress_bar() as progress:
-        found = df.compact(
+        found = dualform.compact(
             run,
             destination,
             layers=layers or None,

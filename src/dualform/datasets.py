@@ -22,8 +22,8 @@ def with_index(dataset: Any) -> WithIndex:
     """The same dataset with each item's index in front.
 
     Example:
-        >>> import dualform as df
-        >>> indexed = df.with_index([("a", 3), ("b", 7)])
+        >>> import dualform
+        >>> indexed = dualform.with_index([("a", 3), ("b", 7)])
         >>> indexed[1], len(indexed)
         ((1, 'b', 7), 2)
 

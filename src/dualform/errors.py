@@ -9,10 +9,10 @@ class DualFormError(Exception):
     """Anything dualform refuses to do.
 
     Example:
-        >>> import dualform as df
+        >>> import dualform
         >>> try:
-        ...     df.Memory.open("no/such/run")
-        ... except df.DualFormError as error:
+        ...     dualform.Memory.open("no/such/run")
+        ... except dualform.DualFormError as error:
         ...     print(type(error).__name__)
         MemoryFileError
     """
@@ -22,8 +22,8 @@ class RecordingError(DualFormError):
     """The recorder was used in a way that would leave a wrong or incomplete memory.
 
     Example:
-        >>> import dualform as df
-        >>> issubclass(df.RecordingError, df.DualFormError)
+        >>> import dualform
+        >>> issubclass(dualform.RecordingError, dualform.DualFormError)
         True
     """
 
@@ -32,8 +32,8 @@ class AuditError(RecordingError):
     """A training step did something the learning rule cannot explain, so the run is not exact.
 
     Example:
-        >>> import dualform as df
-        >>> issubclass(df.AuditError, df.RecordingError)
+        >>> import dualform
+        >>> issubclass(dualform.AuditError, dualform.RecordingError)
         True
     """
 
@@ -42,8 +42,8 @@ class MemoryFileError(DualFormError):
     """A file or directory is not a sound memory: damaged, foreign, truncated, another version.
 
     Example:
-        >>> import dualform as df
-        >>> issubclass(df.MemoryFileError, df.DualFormError)
+        >>> import dualform
+        >>> issubclass(dualform.MemoryFileError, dualform.DualFormError)
         True
     """
 
@@ -52,7 +52,7 @@ class QueryError(DualFormError):
     """A question the memory cannot answer: an unknown layer or column, a wrong shape.
 
     Example:
-        >>> import dualform as df
-        >>> issubclass(df.QueryError, df.DualFormError)
+        >>> import dualform
+        >>> issubclass(dualform.QueryError, dualform.DualFormError)
         True
     """

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-import dualform as df
+import dualform
 from dualform.certificate.replay import Record, stretches
 from dualform.learning_rules import classes
 from dualform.memory import Parameter
@@ -29,12 +29,12 @@ LISTED_VALUES = 12
 """A column with at most so many values is listed; of others the range is given."""
 
 
-def facts(memory: df.Memory) -> dict[str, Any]:
+def facts(memory: dualform.Memory) -> dict[str, Any]:
     """Everything `dualform info` says, fit for `json.dumps`; sizes in bytes.
 
     Example:
         >>> from dualform.overview import facts
-        >>> facts(df.Memory.open("runs/digits"))["steps"]         # doctest: +SKIP
+        >>> facts(dualform.Memory.open("runs/digits"))["steps"]         # doctest: +SKIP
         600
     """
     return {
@@ -94,7 +94,7 @@ def draw(found: dict[str, Any]) -> Iterator[RenderableType]:
     )
 
 
-def draw_sum(contribution: df.Contribution) -> RenderableType:
+def draw_sum(contribution: dualform.Contribution) -> RenderableType:
     """The parts of an output, their sum, and the same output as the network gives it."""
     grid = Grid.grid(padding=(0, 3))
     grid.add_column()
@@ -108,15 +108,15 @@ def draw_sum(contribution: df.Contribution) -> RenderableType:
     return Group(head, Padding(grid, (0, 0, 0, 2)))
 
 
-def narrow(table: df.Table) -> df.Table:
+def narrow(table: dualform.Table) -> dualform.Table:
     """The table without the recorder's own columns where they say nothing, to fit the screen."""
     idle = [n for n in ("microbatch", "call", "position") if n in table.columns]
     idle = [name for name in idle if len(set(table[name].tolist())) < 2]
     kept = {name: table[name] for name in table.columns if name not in idle}
-    return df.Table(kept, table.caption)
+    return dualform.Table(kept, table.caption)
 
 
-def _layer(layer: df.LayerMemory) -> dict[str, Any]:
+def _layer(layer: dualform.LayerMemory) -> dict[str, Any]:
     return {
         "name": layer.name,
         "kind": layer.kind,
@@ -131,7 +131,7 @@ def _layer(layer: df.LayerMemory) -> dict[str, Any]:
     }
 
 
-def _parameter(memory: df.Memory, known: Parameter) -> dict[str, Any]:
+def _parameter(memory: dualform.Memory, known: Parameter) -> dict[str, Any]:
     not_explained, why = _unexplained(memory, known)
     return {
         "name": known.name,
@@ -145,7 +145,7 @@ def _parameter(memory: df.Memory, known: Parameter) -> dict[str, Any]:
     }
 
 
-def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
+def _unexplained(memory: dualform.Memory, known: Parameter) -> tuple[str, str]:
     """How much of what it learned patterns do not explain: nothing, a part or all of it; and why.
 
     Its share is not known here: `verify` says it.
@@ -161,7 +161,7 @@ def _unexplained(memory: df.Memory, known: Parameter) -> tuple[str, str]:
     return ("a part of it" if reasons else "nothing"), "; ".join(reasons)
 
 
-def _column(memory: df.Memory, name: str) -> dict[str, Any]:
+def _column(memory: dualform.Memory, name: str) -> dict[str, Any]:
     tables = [memory.layer(layer).patterns for layer in memory.layers]
     found = {v for table in tables for v in table.values(name)}
     values = sorted(v for v in found if not (isinstance(v, float) and math.isnan(v)))

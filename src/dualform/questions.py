@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 
-import dualform as df
+import dualform
 from dualform import arguments, exports, overview, terminal
 from dualform.attention import reporting
 from dualform.options import (
@@ -31,7 +31,7 @@ from dualform.options import (
 class Question(NamedTuple):
     """The view to ask, and what to ask it with."""
 
-    dual: df.DualForm
+    dual: dualform.DualForm
     positional: tuple[Any, ...]
     named: dict[str, Any]
 
@@ -165,16 +165,16 @@ def _question(run: Path, export: Path | None, asked: dict[str, Any]) -> Question
         raise click.UsageError("--input needs --model, which turns it into each layer's queries")
     if export is not None:
         exports.check_ending(export)
-    memory = df.Memory.open(run)
+    memory = dualform.Memory.open(run)
     positional, named = arguments.read_input(file)
-    dual = df.DualForm(None if model is None else arguments.build_model(model), memory)
+    dual = dualform.DualForm(None if model is None else arguments.build_model(model), memory)
     dual = _view(dual, asked)
     if example is not None:
         return Question(dual, (), {"example": arguments.example_id(memory, example)})
     return Question(dual, positional, dict(named))
 
 
-def _view(dual: df.DualForm, asked: dict[str, Any]) -> df.DualForm:
+def _view(dual: dualform.DualForm, asked: dict[str, Any]) -> dualform.DualForm:
     """The network after some step, under some masks."""
     without, only, strength = asked["without"], asked["only"], asked["strength"]
     layers = asked["mask_layers"] or None
@@ -193,10 +193,10 @@ def _view(dual: df.DualForm, asked: dict[str, Any]) -> df.DualForm:
 
 
 def _further(
-    answer: df.Spotlight | df.Contribution, by: str | None, asked: dict[str, Any]
-) -> dict[str, df.Table]:
+    answer: dualform.Spotlight | dualform.Contribution, by: str | None, asked: dict[str, Any]
+) -> dict[str, dualform.Table]:
     """The tables that were asked for besides the top."""
-    tables: dict[str, df.Table] = {}
+    tables: dict[str, dualform.Table] = {}
     if asked["sum_by"]:
         tables["sum_by"] = answer.sum_by(*asked["sum_by"])
     if asked["over"] is not None:
@@ -206,17 +206,17 @@ def _further(
     return tables
 
 
-def _effective(spotlight: df.Spotlight) -> df.Table:
+def _effective(spotlight: dualform.Spotlight) -> dualform.Table:
     numbers = spotlight.effective
     patterns = [len(spotlight.rows)] * len(numbers)
-    return df.Table(
+    return dualform.Table(
         {"query": list(range(len(numbers))), "effective": numbers, "patterns": patterns},
         f"layer {spotlight.layer}: over how many patterns attention is spread, (Σ|α|)² / Σα²: 1 if "
         "one has it all, all of them if each has the same",
     )
 
 
-def _export(file: Path | None, tables: dict[str, df.Table]) -> None:
+def _export(file: Path | None, tables: dict[str, dualform.Table]) -> None:
     for path in [] if file is None else exports.export(file, tables):
         click.echo(f"written: {path}", err=True)
 

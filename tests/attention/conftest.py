@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dualform as df
+import dualform
 
 torch.set_num_threads(1)
 
@@ -44,12 +44,12 @@ class Run:
     labels: Tensor
 
     @property
-    def memory(self) -> df.Memory:
-        return df.Memory.open(self.path)
+    def memory(self) -> dualform.Memory:
+        return dualform.Memory.open(self.path)
 
     @property
-    def dual(self) -> df.DualForm:
-        return df.DualForm(self.model, self.path)
+    def dual(self) -> dualform.DualForm:
+        return dualform.DualForm(self.model, self.path)
 
 
 def plain_sgd(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -65,7 +65,7 @@ Train = Callable[..., Run]
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Train and record: `train(steps=30, lr=0.1, momentum=0.9, clip=1.0, dtype=torch.float64)`.
 
-    `rule` makes the optimizer, `penalty` is added to the loss, `options` are those of `df.record`.
+    `rule` makes the optimizer, `penalty` is added to the loss, `options` are `dualform.record`'s.
     """
 
     def run(
@@ -94,7 +94,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         def keep() -> None:
             history.append({n: p.detach().clone() for n, p in net.named_parameters()})
 
-        def step(recorder: df.Recorder | None = None, task: str = "") -> None:
+        def step(recorder: dualform.Recorder | None = None, task: str = "") -> None:
             chosen = torch.randint(0, len(inputs), (batch,), generator=generator)
             if recorder is not None:
                 recorder.tag(example=chosen, label=labels[chosen], task=task)
@@ -111,7 +111,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             step()
         keep()
         path = tmp_path_factory.mktemp("run") / "memory"
-        with df.record(net, optimizer, path, **(options or {})) as recorder:
+        with dualform.record(net, path, **(options or {})) as recorder:
             for s in range(steps):
                 step(recorder, "first" if s < steps // 2 else "second")
                 keep()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-import dualform as df
+import dualform
 
 BATCH = 6
 LAYERS = ("0", "2")
@@ -108,8 +108,8 @@ class Training:
         self.path, self.options = path, options
         self.ledger, self._batches = Ledger(self.model, way), batches()
 
-    def recording(self) -> df.Recorder:
-        self.recorder = df.record(self.model, self.optimizer, self.path, **self.options)
+    def recording(self) -> dualform.Recorder:
+        self.recorder = dualform.record(self.model, self.path, **self.options)
         return self.recorder
 
     def backward(self) -> None:
@@ -124,8 +124,8 @@ class Training:
         self.ledger.moved(self.optimizer, unknown)
 
     @property
-    def dual(self) -> df.DualForm:
-        return df.DualForm(self.model, self.path)
+    def dual(self) -> dualform.DualForm:
+        return dualform.DualForm(self.model, self.path)
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import dualform as df
+import dualform
 
 STEPS = 40
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -33,7 +33,7 @@ def train(path: Path, rule: str, *, start: int = 1, every: int = 1, **options: A
         AveragedModel(model),
     )
     generator = torch.Generator().manual_seed(3)
-    with df.record(model, optimizer, path, **options) as recorder:
+    with dualform.record(model, path, **options) as recorder:
         for step in range(1, STEPS + 1):
             labels = torch.randint(0, 3, (6,), generator=generator)
             recorder.tag(label=labels)
@@ -53,7 +53,7 @@ def test_averages_are_those_that_torch_keeps(
     tmp_path: Path, rule: str, start: int, every: int
 ) -> None:
     model, exponential, mean = train(tmp_path / "run", rule, start=start, every=every)
-    dual = df.DualForm(model, tmp_path / "run")
+    dual = dualform.DualForm(model, tmp_path / "run")
     for decay, kept in ((0.9, exponential), (None, mean)):
         view = dual.averaged(decay, start=start, every=every)
         rebuilt = view.weights(dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_averages_are_those_that_torch_keeps(
 @pytest.mark.parametrize("rule", RULES)
 def test_an_average_can_be_masked_split_and_asked_by_patterns(tmp_path: Path, rule: str) -> None:
     model, exponential, _ = train(tmp_path / "run", rule)
-    view = df.DualForm(model, tmp_path / "run").averaged(0.9)
+    view = dualform.DualForm(model, tmp_path / "run").averaged(0.9)
     inputs = torch.randn(2, 5).double()
     with torch.no_grad():
         assert (view(inputs) - exponential(inputs)).abs().max() <= 1e-12
@@ -81,7 +81,7 @@ def test_an_average_can_be_masked_split_and_asked_by_patterns(tmp_path: Path, ru
 
 def test_an_average_of_one_step_is_that_step(tmp_path: Path) -> None:
     model, *_ = train(tmp_path / "run", "AdamW")
-    dual = df.DualForm(model, tmp_path / "run")
+    dual = dualform.DualForm(model, tmp_path / "run")
     view = dual.averaged(start=17, every=1000)
     for name, weight in dual.at(17).weights(torch.float64).items():
         assert (view.weights(torch.float64)[name] - weight).abs().max() <= 1e-13
@@ -89,20 +89,20 @@ def test_an_average_of_one_step_is_that_step(tmp_path: Path) -> None:
 
 def test_what_is_no_average_is_refused(tmp_path: Path) -> None:
     model, *_ = train(tmp_path / "run", "SGD")
-    dual = df.DualForm(model, tmp_path / "run")
+    dual = dualform.DualForm(model, tmp_path / "run")
     for wrong in ({"decay": 1.0}, {"decay": -0.1}, {"start": -1}, {"every": 0}, {"every": 1.5}):
-        with pytest.raises(df.QueryError, match="averaged"):
+        with pytest.raises(dualform.QueryError, match="averaged"):
             dual.averaged(**wrong)
-    with pytest.raises(df.QueryError, match="nothing to average"):
+    with pytest.raises(dualform.QueryError, match="nothing to average"):
         dual.at(3).averaged(start=5)
-    with pytest.raises(df.QueryError, match="cannot be verified"):
+    with pytest.raises(dualform.QueryError, match="cannot be verified"):
         dual.averaged(0.9).verify()
 
 
 def test_states_that_cannot_be_rebuilt_have_no_average(tmp_path: Path) -> None:
     model, *_ = train(tmp_path / "run", "SGD", keep="keys")
-    dual = df.DualForm(model, tmp_path / "run").averaged(0.9)
-    with pytest.raises(df.QueryError, match=r"after \d+ updates cannot be rebuilt"):
+    dual = dualform.DualForm(model, tmp_path / "run").averaged(0.9)
+    with pytest.raises(dualform.QueryError, match=r"after \d+ updates cannot be rebuilt"):
         dual.weights()
 
 
@@ -115,14 +115,14 @@ def test_buffers_are_those_of_the_last_time_the_average_was_kept(
     model = nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    with df.record(model, optimizer, tmp_path / "run"):
+    with dualform.record(model, tmp_path / "run"):
         for step in range(1, STEPS + 1):
             model(torch.randn(6, 5).double()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if step >= start and (step - start) % every == 0:
                 average.update_parameters(model)
-    view = df.DualForm(model, tmp_path / "run").averaged(0.9, start=start, every=every)
+    view = dualform.DualForm(model, tmp_path / "run").averaged(0.9, start=start, every=every)
     twin = view.to_model()
     for mine, theirs in zip(twin.buffers(), average.module.buffers(), strict=True):
         assert torch.equal(mine, theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 EXACT = 1e-12
 
@@ -110,7 +110,9 @@ def test_an_earlier_view_splits_its_own_norm(normed: Any, at: int) -> None:
 
 def test_what_a_norm_looked_at_is_refused_by_name(normed: Any) -> None:
     x = normed.inputs[:2]
-    with pytest.raises(df.QueryError, match=r"'norm' was asked what it looked at.*contribute"):
+    with pytest.raises(
+        dualform.QueryError, match=r"'norm' was asked what it looked at.*contribute"
+    ):
         normed.dual.attend(x, layers="norm")
     assert list(normed.dual.attend(x)) == ["fc1", "head"]
     assert list(normed.dual.attend(example=3)) == ["fc1", "head"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform.attention import compiled
 from dualform.attention import weights as weights_room
 from dualform.learning_rules import coefficients
@@ -129,7 +129,7 @@ def test_in_a_view_the_parts_add_up_to_the_views_output(run: Any, at: int) -> No
 
 
 def test_a_recorded_example_is_split_at_the_layers_own_outputs(run: Any) -> None:
-    dual = df.DualForm(None, run.path)
+    dual = dualform.DualForm(None, run.path)
     contribution = dual.contribute(example=5, target=1)
     layer = run.memory.layer("fc3")
     row = np.flatnonzero(layer.patterns["example"] == 5)[-1]
@@ -149,7 +149,7 @@ def test_positions_are_summed(train: Any) -> None:
     assert contribution.total == pytest.approx(
         float(run.model(x)[0, :, 2].mean().detach()), abs=EXACT
     )
-    with pytest.raises(df.QueryError, match="own shape"):
+    with pytest.raises(dualform.QueryError, match="own shape"):
         run.dual.contribute(x, target=2)
 
 
@@ -173,7 +173,7 @@ class Tied(nn.Module):
 def test_shared_and_repeated_layers_add_up_too(train: Any) -> None:
     run = train(Tied, steps=8)
     x = run.inputs[:1]
-    with pytest.raises(df.QueryError, match="first order"):
+    with pytest.raises(dualform.QueryError, match="first order"):
         run.dual.contribute(x, target=0)
     for layer in ("below", "twice", "last"):
         contribution = run.dual.contribute(x, target=0, layer=layer)
@@ -186,7 +186,7 @@ def test_a_layer_changed_in_place_afterwards_is_not_the_output(train: Any) -> No
         return nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True))
 
     run = train(build, steps=4)
-    with pytest.raises(df.QueryError, match="layer=one of 0"):
+    with pytest.raises(dualform.QueryError, match="layer=one of 0"):
         run.dual.contribute(run.inputs[:1], target=0)
     assert run.dual.contribute(run.inputs[:1], target=0, layer="0").first_order
 
@@ -202,7 +202,7 @@ def test_a_model_that_returns_no_tensor_is_refused(train: Any) -> None:
             return y if self.training else {"logits": y}
 
     run = train(Dressed, steps=3)
-    with pytest.raises(df.QueryError, match="returns a dict"):
+    with pytest.raises(dualform.QueryError, match="returns a dict"):
         run.dual.contribute(run.inputs[:1], target=0)
 
 
@@ -229,7 +229,7 @@ def test_a_margin_is_one_output_minus_the_best_other(run: Any, label: int | None
 
 
 def test_a_recorded_example_has_a_margin_too(run: Any) -> None:
-    contribution = df.DualForm(None, run.path).contribute(example=5, target="margin", label=2)
+    contribution = dualform.DualForm(None, run.path).contribute(example=5, target="margin", label=2)
     layer = run.memory.layer("fc3")
     row = np.flatnonzero(layer.patterns["example"] == 5)[-1]
     outputs = run.model.fc3(layer.keys[row]).detach()
@@ -245,9 +245,9 @@ def test_margins_of_nothing_are_refused(run: Any) -> None:
         ({"target": "margin", "label": "a"}, "index of the true class"),
         ({"target": "largest"}, '"margin"'),
     ):
-        with pytest.raises(df.QueryError, match=words):
+        with pytest.raises(dualform.QueryError, match=words):
             run.dual.contribute(x, **wrong)
-    with pytest.raises(df.QueryError, match="one input at a time"):
+    with pytest.raises(dualform.QueryError, match="one input at a time"):
         run.dual.contribute(run.inputs[:2], target="margin")
 
 
@@ -275,7 +275,7 @@ def test_contributions_over_time_and_by_groups_are_sums_of_the_values(run: Any) 
     for label in range(4):
         mine = best["contribution"][best["label"] == label]
         assert np.array_equal(mine, np.sort(values[patterns["label"] == label])[:2])
-    with pytest.raises(df.QueryError, match="text"):
+    with pytest.raises(dualform.QueryError, match="text"):
         contribution.over("task")
 
 
@@ -304,26 +304,26 @@ def test_a_class_index_may_be_numpys_or_torchs(run: Any) -> None:
     margin = run.dual.contribute(x, target="margin", label=label)
     assert margin.target == run.dual.contribute(x, target="margin", label=int(label)).target
     for target in (True, 1.0, torch.tensor(1.0)):
-        with pytest.raises(df.QueryError, match="expected a class index"):
+        with pytest.raises(dualform.QueryError, match="expected a class index"):
             run.dual.contribute(x, target=target)
 
 
 def test_a_memory_without_patterns_has_no_contributions(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    with df.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+    with dualform.record(model, tmp_path / "run"):
         pass
-    with pytest.raises(df.QueryError, match="no patterns"):
-        df.DualForm(model, tmp_path / "run").contribute(example=3, target=1)
+    with pytest.raises(dualform.QueryError, match="no patterns"):
+        dualform.DualForm(model, tmp_path / "run").contribute(example=3, target=1)
 
 
 def test_a_projection_that_attention_does_not_call_contributes_all_the_same(tmp_path: Path) -> None:
     model = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3, 4).double()
-    with df.record(model, optimizer, tmp_path / "run"):
+    with dualform.record(model, tmp_path / "run"):
         model(x).square().sum().backward()
         optimizer.step()
-    dual = df.DualForm(model, tmp_path / "run")
+    dual = dualform.DualForm(model, tmp_path / "run")
     split = dual.contribute(x, target=torch.ones(2, 3, 4), layer="self_attn.out_proj")
     assert split.first_order
     assert abs(split.residual) <= 1e-12

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform.learning_rules import coefficients
 
 EXACT = 1e-12
 
 
-def everything(view: df.DualForm) -> dict[str, Tensor]:
+def everything(view: dualform.DualForm) -> dict[str, Tensor]:
     return view.weights(torch.float64)
 
 
@@ -215,7 +215,7 @@ def test_the_repr_says_step_masks_and_that_a_mask_is_not_retraining(run: Any) ->
     assert "not retraining" not in repr(run.dual)
 
 
-REFUSED: dict[str, tuple[Callable[[df.DualForm, Tensor], Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[dualform.DualForm, Tensor], Any], str]] = {
     "a step too far": (lambda dual, x: dual.at(31), "from 0 to 30"),
     "a negative step": (lambda dual, x: dual.at(-1), "from 0 to 30"),
     "half a step": (lambda dual, x: dual.at(1.5), "whole number"),  # type: ignore[arg-type]
@@ -273,23 +273,25 @@ REFUSED: dict[str, tuple[Callable[[df.DualForm, Tensor], Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_answered_is_refused_by_name(run: Any, case: str) -> None:
     ask, words = REFUSED[case]
-    with pytest.raises(df.QueryError, match=words):
+    with pytest.raises(dualform.QueryError, match=words):
         ask(run.dual, run.inputs[:3])
 
 
 def test_another_architecture_is_refused_with_its_first_differences(run: Any) -> None:
     other = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4))
-    with pytest.raises(df.QueryError, match=r"fc1\.weight") as refused:
-        df.DualForm(other, run.path)
+    with pytest.raises(dualform.QueryError, match=r"fc1\.weight") as refused:
+        dualform.DualForm(other, run.path)
     assert "no such parameter" in str(refused.value)
     wider = type(run.model)()
     wider.fc2 = nn.Linear(9, 8)
-    with pytest.raises(df.QueryError, match=r"fc2.weight: model has \(8, 9\), memory has \(7, 9\)"):
-        df.DualForm(wider, run.path)
+    with pytest.raises(
+        dualform.QueryError, match=r"fc2.weight: model has \(8, 9\), memory has \(7, 9\)"
+    ):
+        dualform.DualForm(wider, run.path)
 
 
 def test_without_a_model_only_questions_that_need_a_forward_pass_are_refused(run: Any) -> None:
-    dual = df.DualForm(None, run.path)
+    dual = dualform.DualForm(None, run.path)
     assert set(dual.weights()) == set(run.history[0])
     assert dual.verify().passed
     assert len(dual.attend(example=3)["fc1"].top(2)) == 2
@@ -300,7 +302,7 @@ def test_without_a_model_only_questions_that_need_a_forward_pass_are_refused(run
         lambda: dual.to_model(),
         lambda: dual.verify(run.inputs),
     ):
-        with pytest.raises(df.QueryError, match="model"):
+        with pytest.raises(dualform.QueryError, match="model"):
             ask()
 
 
@@ -310,10 +312,10 @@ def test_a_hook_of_the_users_own_acts_on_what_the_layer_gives(tmp_path: Path) ->
     model[2].register_forward_hook(lambda module, arguments, output: 3 * output)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(7, 6, dtype=torch.float64)
-    with df.record(model, optimizer, tmp_path):
+    with dualform.record(model, tmp_path):
         model(inputs).square().mean().backward()
         optimizer.step()
-    dual = df.DualForm(model, tmp_path)
+    dual = dualform.DualForm(model, tmp_path)
     with torch.no_grad():
         assert float((dual(inputs, by="patterns") - model(inputs)).abs().max()) <= 1e-12
     assert dual.verify(inputs).passed

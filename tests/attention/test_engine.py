@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from tests.attention.worlds import Distinct, World, brute, check_top, choose, grouped, worlds
 
-import dualform as df
+import dualform
 from dualform.attention import candidates, compiled, products, ranking, recurring, visits
 from dualform.attention import group_sums as sums
 from dualform.attention import weights as weights_room
@@ -266,7 +266,7 @@ def test_more_groups_than_a_table_can_hold_are_summed_as_they_stream(monkeypatch
 def test_every_pass_reports_its_progress() -> None:
     world = World(torch.randn(10_000, 6), [100])
     told: list[tuple[int, int]] = []
-    with df.attention.reporting(lambda done, total: told.append((done, total))):
+    with dualform.attention.reporting(lambda done, total: told.append((done, total))):
         weights_room.all_weights(world.layer, torch.ones(1, 6, dtype=torch.float64))
     assert told[0] == (0, 10_000)
     assert told[-1] == (10_000, 10_000)
@@ -287,7 +287,9 @@ def test_a_pass_over_keys_that_are_stored_once_reports_its_progress_too() -> Non
         lambda: sums.group_sums(world.layer, ask, None, codes, 3),
     ):
         told: list[tuple[int, int]] = []
-        with df.attention.reporting(lambda done, total, told=told: told.append((done, total))):
+        with dualform.attention.reporting(
+            lambda done, total, told=told: told.append((done, total))
+        ):
             question()
         assert told[0] == (0, world.distinct.rows)
         assert told[-1] == (world.distinct.rows, world.distinct.rows)
@@ -299,7 +301,7 @@ def test_weighing_again_reports_its_progress(monkeypatch: Any) -> None:
     ask = torch.ones(1, 6, dtype=torch.float64)
     rows = np.arange(0, 10_000, 99)
     told: list[tuple[int, int]] = []
-    with df.attention.reporting(lambda done, total: told.append((done, total))):
+    with dualform.attention.reporting(lambda done, total: told.append((done, total))):
         weights_room.pair_weights(world.layer, rows, ask, np.zeros_like(rows))
     assert told[0] == (0, 10_000)
     assert told[-1] == (10_000, 10_000)
@@ -311,5 +313,5 @@ def test_keys_that_are_not_finite_are_refused_by_name(monkeypatch: Any, way: str
     keys = torch.ones(8, 3)
     keys[5, 1] = torch.inf
     queries = torch.ones(1, 3, dtype=torch.float64)
-    with pytest.raises(df.QueryError, match="layer 'fc' holds keys that are not finite"):
+    with pytest.raises(dualform.QueryError, match="layer 'fc' holds keys that are not finite"):
         ranking.top_patterns(World(keys, [4]).layer, queries, None, 2, "most")

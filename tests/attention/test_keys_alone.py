@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def test_weights_are_those_that_were_kept(
         for name, weight in run.dual.at(step).weights().items():
             assert torch.equal(weight, run.history[step][name])
     with pytest.raises(
-        df.QueryError,
+        dualform.QueryError,
         match=r"'fc\d\.\w+' after 13 .* rebuilt: its layer keeps keys alone.*steps \d+ and",
     ):
         run.dual.at(13).weights()
@@ -72,7 +72,7 @@ def test_contributions_need_error_signals_and_say_who_has_them(alone: Any, partl
     example = int(partly.memory.layer("fc2").patterns["example"][0])
     for asked in ({"example": example}, {}):
         given = () if asked else (x,)
-        with pytest.raises(df.QueryError, match=r"'fc2' keys alone.*fc1, fc3"):
+        with pytest.raises(dualform.QueryError, match=r"'fc2' keys alone.*fc1, fc3"):
             partly.dual.contribute(*given, target=1, layer="fc2", **asked)
     for ask in (
         lambda: alone.dual.contribute(x, target=1),
@@ -81,7 +81,7 @@ def test_contributions_need_error_signals_and_say_who_has_them(alone: Any, partl
         lambda: alone.memory.layer("fc1").error_signals,
         lambda: list(alone.memory.layer("fc1").blocks()),
     ):
-        with pytest.raises(df.QueryError, match="with error signals: none"):
+        with pytest.raises(dualform.QueryError, match="with error signals: none"):
             ask()
 
 
@@ -97,17 +97,16 @@ def test_masks_leave_layers_without_error_signals_as_trained(
 
 def test_a_name_that_no_layer_has_is_an_error_that_names_the_layers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in ({"fc*": "keys"}, {"0": "patterns", "fc1": "keys"}):
         with (
-            pytest.raises(df.RecordingError, match=r"fc.*layers are 0, 1"),
-            df.record(model, optimizer, tmp_path / "run", keep=wrong),
+            pytest.raises(dualform.RecordingError, match=r"fc.*layers are 0, 1"),
+            dualform.record(model, tmp_path / "run", keep=wrong),
         ):
             pass
     assert not (tmp_path / "run").exists()
     with (
-        pytest.raises(df.RecordingError, match="one of the words"),
-        df.record(model, optimizer, tmp_path / "run", keep={"0": "error signals"}),
+        pytest.raises(dualform.RecordingError, match="one of the words"),
+        dualform.record(model, tmp_path / "run", keep={"0": "error signals"}),
     ):
         pass
 
@@ -144,7 +143,7 @@ def test_keys_of_a_skipped_step_are_dropped(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(6, 4, 3)
-    with df.record(model, optimizer, tmp_path, keep="keys", dtype="float16") as recorder:
+    with dualform.record(model, tmp_path, keep="keys", dtype="float16") as recorder:
         for i, batch in enumerate(x):
             model(batch).square().sum().backward()
             if i % 2:  # as a loss scaler does that met an overflow
@@ -153,6 +152,6 @@ def test_keys_of_a_skipped_step_are_dropped(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert recorder.steps == 3
-    layer = df.Memory.open(tmp_path).layer("model")
+    layer = dualform.Memory.open(tmp_path).layer("model")
     assert torch.equal(layer.keys, x[::2].reshape(-1, 3).half().float())
-    assert df.DualForm(model, tmp_path).verify(x[0]).passed
+    assert dualform.DualForm(model, tmp_path).verify(x[0]).passed

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform.attention import written
 from dualform.learning_rules import coefficients
 
 EXACT = 1e-12
 
 
-def everything(view: df.DualForm) -> dict[str, Tensor]:
+def everything(view: dualform.DualForm) -> dict[str, Tensor]:
     return view.weights(torch.float64)
 
 
@@ -31,7 +31,7 @@ def off(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     )
 
 
-def plus(one: df.DualForm, other: df.DualForm) -> dict[str, Tensor]:
+def plus(one: dualform.DualForm, other: dualform.DualForm) -> dict[str, Tensor]:
     mine, its = everything(one), everything(other)
     return {name: mine[name] + its[name] for name in mine}
 
@@ -208,7 +208,7 @@ def test_once_the_matrices_are_known_no_mask_looks_at_a_pattern_again(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("patterns were read again")
 
-    monkeypatch.setattr(df.LayerMemory, "blocks", refuse)
+    monkeypatch.setattr(dualform.LayerMemory, "blocks", refuse)
     for strength in (0.25, 1.0):
         everything(dual.without(label=[0, 3], strength=strength))
     everything(dual.only(label=2))
@@ -251,9 +251,9 @@ def test_masks_of_all_layers_one_by_one_are_the_mask_of_all(run: Any) -> None:
 
 
 def test_a_mask_of_no_layer_or_an_unknown_one_is_refused(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="fc1, fc2, fc3"):
+    with pytest.raises(dualform.QueryError, match="fc1, fc2, fc3"):
         run.dual.without(label=1, layers=["fc9"])
-    with pytest.raises(df.QueryError, match="names no layer"):
+    with pytest.raises(dualform.QueryError, match="names no layer"):
         run.dual.without(label=1, layers=[])
 
 
@@ -266,5 +266,5 @@ def test_spotlights_of_other_layers_are_not_masked(run: Any) -> None:
 
 def test_a_memory_without_rows_of_what_was_written_refuses_masks(train: Any) -> None:
     run = train(steps=3, options={"keep": "values"})
-    with pytest.raises(df.QueryError, match="kept as keys alone or as values"):
+    with pytest.raises(dualform.QueryError, match="kept as keys alone or as values"):
         run.dual.without()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import dualform as df
+import dualform
 
 
 @pytest.mark.parametrize(
@@ -30,24 +30,26 @@ import dualform as df
     ],
 )
 def test_questions_without_an_answer_name_what_exists(run: Any, ask: Any, words: str) -> None:
-    with pytest.raises(df.QueryError, match=words):
+    with pytest.raises(dualform.QueryError, match=words):
         ask(run.dual.attend(run.inputs[:1])["fc1"])
 
 
 def test_an_unknown_layer_names_the_layers(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="fc1, fc2, fc3"):
+    with pytest.raises(dualform.QueryError, match="fc1, fc2, fc3"):
         run.dual.attend(run.inputs[:1])["fc9"]
 
 
 def test_a_column_with_gaps_cannot_be_laid_over_time(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path) as recorder:
+    with dualform.record(model, tmp_path) as recorder:
         recorder.tag(quality=[0.5, float("nan"), 0.25])
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
-    spotlight = df.DualForm(model, tmp_path).attend(torch.ones(1, 4))["0"]
-    with pytest.raises(df.QueryError, match=r"'quality' holds text, or has no \(finite\) number"):
+    spotlight = dualform.DualForm(model, tmp_path).attend(torch.ones(1, 4))["0"]
+    with pytest.raises(
+        dualform.QueryError, match=r"'quality' holds text, or has no \(finite\) number"
+    ):
         spotlight.over("quality")
 
 
@@ -57,13 +59,13 @@ def test_a_tag_never_hides_a_result_of_the_same_name(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tags: dict[str, Any] = {"weight": 0.5, "pattern": "p", "sum": 7, "patterns": 3, "query": 5}
     tags |= {"absolute": 1, "contribution": 9, "attention": 4, "from": 2, "to": 4, "input": 6}
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with dualform.record(model, tmp_path / "run") as recorder:
         for _ in range(3):
             recorder.tag(**tags)
             model(torch.randn(5, 4).double()).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    dual = df.DualForm(model, tmp_path / "run")
+    dual = dualform.DualForm(model, tmp_path / "run")
     inputs = torch.randn(2, 4).double()
     spotlight = next(iter(dual.attend(inputs).values()))
     top = spotlight.top(4)
@@ -98,7 +100,7 @@ def test_queries_that_are_no_vectors_of_numbers_are_refused(
     run: Any, queries: Any, words: str
 ) -> None:
     for ask in (lambda s: s.top(3), lambda s: s.sum_by("label")):
-        with pytest.raises(df.QueryError, match=words):
+        with pytest.raises(dualform.QueryError, match=words):
             ask(run.dual.attend(queries=queries, layers="fc1")["fc1"])
 
 
@@ -114,7 +116,7 @@ def test_the_effective_number_does_not_depend_on_the_querys_length(
 
 
 def test_one_recorded_example_is_asked_for_at_a_time(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="one recorded example"):
+    with pytest.raises(dualform.QueryError, match="one recorded example"):
         run.dual.attend(example=[3, 4])
 
 
@@ -134,12 +136,12 @@ def test_combinations_of_many_columns_are_told_apart_beyond_what_a_number_holds(
     names = [f"column_{i}" for i in range(6)]
     generator = torch.Generator().manual_seed(0)
     tags = {name: torch.randperm(2000, generator=generator) for name in names}
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with dualform.record(model, tmp_path / "run") as recorder:
         recorder.tag(**tags)
         model(torch.randn(2000, 2).double()).sum().backward()
         optimizer.step()
     spotlight = next(
-        iter(df.DualForm(model, tmp_path / "run").attend(torch.ones(1, 2).double()).values())
+        iter(dualform.DualForm(model, tmp_path / "run").attend(torch.ones(1, 2).double()).values())
     )
     table = spotlight.sum_by(*names)
     found = list(zip(*(table[name].tolist() for name in names), strict=True))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform.attention import entrywise
 
 STEPS = 52
@@ -46,8 +46,8 @@ class Run:
     inputs: Tensor
 
     @property
-    def dual(self) -> df.DualForm:
-        return df.DualForm(self.model, self.path)
+    def dual(self) -> dualform.DualForm:
+        return dualform.DualForm(self.model, self.path)
 
 
 def plain() -> nn.Module:
@@ -69,7 +69,7 @@ def train(
     optimizer = KINDS[kind](model.parameters())
     generator = torch.Generator().manual_seed(1)
     tokens = isinstance(model, Tied)
-    with df.record(model, optimizer, path, **options) as recorder:
+    with dualform.record(model, path, **options) as recorder:
         for step in range(steps):
             inputs = torch.randn(7, 6, generator=generator, dtype=torch.float64).to(dtype)
             labels = torch.randint(0, 3, (7,), generator=generator)
@@ -240,7 +240,7 @@ def partly_trained(path: Path, kind: str, **options: Any) -> Run:
     model = PartlyUsed()
     optimizer = GIVEN[kind](model.parameters())
     inputs = torch.randn(7, 6)
-    with df.record(model, optimizer, path, **options):
+    with dualform.record(model, path, **options):
         for _ in range(20):
             model(inputs).square().sum().backward()
             optimizer.step()

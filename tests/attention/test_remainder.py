@@ -16,7 +16,7 @@ import torch
 from tests.attention.ledger import Training, network
 from torch.optim import Optimizer
 
-import dualform as df
+import dualform
 from dualform.errors import AuditError
 
 STEPS, WHEN = 24, 11
@@ -145,7 +145,9 @@ def test_the_weights_are_those_of_training_wherever_they_can_be_had(
     first = {"every third step": 1, "a penalty": 0}.get(cause, WHEN)
     for at, history in enumerate(t.ledger.weights):
         if cause in LINEAR_ONLY and at not in kept and at > first:
-            with pytest.raises(df.QueryError, match=f"after {at} updates cannot be rebuilt: "):
+            with pytest.raises(
+                dualform.QueryError, match=f"after {at} updates cannot be rebuilt: "
+            ):
                 t.dual.at(at).weights()
             continue
         for name, weight in t.dual.at(at).weights().items():
@@ -201,9 +203,9 @@ def test_a_rule_that_goes_entry_by_entry_is_refused_by_name_after_what_is_not_ex
     t = trained(tmp_path / "run", "AdamW", cause)
     x, since = torch.randn(1, 5, dtype=torch.float64), {"every third step": 1, "a penalty": 0}
     why = f"'2.weight' cannot be told apart: AdamW.* step {since.get(cause, WHEN)} is not explained"
-    with pytest.raises(df.QueryError, match=why):
+    with pytest.raises(dualform.QueryError, match=why):
         t.dual.contribute(x, target=0)
-    with pytest.raises(df.QueryError, match=why):
+    with pytest.raises(dualform.QueryError, match=why):
         t.dual.without(label=1, layers="2")
     before = t.dual.at(since.get(cause, WHEN))
     split = before.contribute(x, target=0)
@@ -280,7 +282,7 @@ def test_a_layer_kept_as_values_is_named_and_left_alone(tmp_path: Path) -> None:
     assert abs(split.shares[UNEXPLAINED]) <= EXACT
     assert abs(split.residual) <= EXACT
     for ask in (lambda: t.dual.attend(x, layers="0"), lambda: t.dual.without(layers="0")):
-        with pytest.raises(df.QueryError, match="no layer '0'"):
+        with pytest.raises(dualform.QueryError, match="no layer '0'"):
             ask()
     whole, masked = t.dual.weights(), t.dual.without(label=1).weights()
     assert torch.equal(whole["0.weight"], masked["0.weight"])
@@ -315,13 +317,15 @@ def test_an_unknown_rule_is_refused_by_name_where_it_has_to_be_linear(tmp_path: 
             history.append(t.ledger.copy())
     assert "Lion is not known to be linear" in " ".join(recorder.remarks)
     x = torch.randn(2, 5, dtype=torch.float64)
-    dual = df.DualForm(t.model, t.path, optimizer=Lion)
+    dual = dualform.DualForm(t.model, t.path, optimizer=Lion)
     for ask in (
         lambda: dual.contribute(x[:1], target=0),
         lambda: dual.only(label=1),
         lambda: dual.without(label=1),
     ):
-        with pytest.raises(df.QueryError, match=r"Lion is not linear in its gradients.*verify"):
+        with pytest.raises(
+            dualform.QueryError, match=r"Lion is not linear in its gradients.*verify"
+        ):
             ask()
     for at in (1, 7, 23, 24):
         weights = dual.at(at).weights()
@@ -332,5 +336,7 @@ def test_an_unknown_rule_is_refused_by_name_where_it_has_to_be_linear(tmp_path: 
     keys, query = dual.memory.layer("0").keys, x[:1]
     weights = dual.attend(query)["0"].weights
     assert float((weights - query @ keys.T).abs().max()) <= EXACT
-    with pytest.raises(df.QueryError, match=r"not at hand: hand the class in \(optimizer=Lion\)"):
+    with pytest.raises(
+        dualform.QueryError, match=r"not at hand: hand the class in \(optimizer=Lion\)"
+    ):
         t.dual.at(7).weights()

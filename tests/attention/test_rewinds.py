@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.attention.ledger import BATCH, RULES, Training
 
-import dualform as df
+import dualform
 
 BACK, SINCE, STEPS = 9, 15, 24
 """After 15 updates the state after 9 was restored."""
@@ -100,5 +100,5 @@ def test_masks_have_nothing_to_take_away_of_it(rewound: Training) -> None:
 
 
 def test_there_is_no_average_of_a_run_that_went_back(rewound: Training) -> None:
-    with pytest.raises(df.QueryError, match="taken back to an earlier step"):
+    with pytest.raises(dualform.QueryError, match="taken back to an earlier step"):
         rewound.dual.averaged(0.9)

@@ -19,7 +19,7 @@ from tests.attention.rules import Rule, Share, State, adadelta, adagrad, adam, n
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dualform as df
+import dualform
 
 STEPS, BATCH, CLIP = 24, 5, 0.6
 LAYERS = ("0", "3")
@@ -70,8 +70,8 @@ class Seen:
     states: list[dict[str, State]] = field(default_factory=list)
 
     @property
-    def dual(self) -> df.DualForm:
-        return df.DualForm(self.model, self.path)
+    def dual(self) -> dualform.DualForm:
+        return dualform.DualForm(self.model, self.path)
 
 
 def states_of(model: nn.Module, optimizer: OPTIM.Optimizer) -> dict[str, State]:
@@ -110,7 +110,7 @@ def train(path: Path, make: Callable[[Any], OPTIM.Optimizer], warm: int) -> Seen
         step()
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     seen = Seen(model, path, torch.randn(3, 4).double(), first, states_of(model, optimizer))
-    with df.record(model, optimizer, path):
+    with dualform.record(model, path):
         for _ in range(STEPS):
             seen.factors.append(step())
             seen.rows.append(dict(rows))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform.attention import buckets, engine, ranking
 from dualform.attention import weights as weights_room
 
@@ -120,7 +120,7 @@ def test_sums_by_two_columns_are_those_of_every_combination_that_occurs(run: Any
         assert abs(table["sum"][row] - mine.sum()) <= 1e-11
         assert abs(table["absolute"][row] - np.abs(mine).sum()) <= 1e-11
     assert spotlight.sum_by(["task", "label"])["sum"].tolist() == table["sum"].tolist()
-    with pytest.raises(df.QueryError, match="groups need a column; there are step"):
+    with pytest.raises(dualform.QueryError, match="groups need a column; there are step"):
         spotlight.sum_by()
 
 
@@ -139,7 +139,7 @@ def test_visits_of_an_example_are_added_up_strongest_first(run: Any) -> None:
             assert table["patterns"][row] == len(mine)
             assert abs(table["sum"][row] - mine.sum()) <= 1e-11
             assert abs(table["absolute"][row] - what(mine)) <= 1e-11
-    with pytest.raises(df.QueryError, match='expected "before" or "after"'):
+    with pytest.raises(dualform.QueryError, match='expected "before" or "after"'):
         spotlight.by_example(absolute="both")
 
 
@@ -235,7 +235,7 @@ def test_the_last_visit_is_the_last_micro_batch_that_held_the_example(tmp_path: 
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with dualform.record(model, tmp_path / "run") as recorder:
         for order in ([0, 1, 2, 3], [2, 3, 0, 1], [0, 2, 1, 0]):
             for pair in torch.tensor(order).split(2):
                 inputs = torch.randn(2, 4).double()
@@ -246,7 +246,7 @@ def test_the_last_visit_is_the_last_micro_batch_that_held_the_example(tmp_path: 
                 model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    dual = df.DualForm(model, tmp_path / "run")
+    dual = dualform.DualForm(model, tmp_path / "run")
     assert torch.equal(dual.attend(example=0)["model"].queries, seen[-1][None])
     assert torch.equal(dual.at(2).attend(example=0)["model"].queries, seen[1][None])
     assert abs(dual.contribute(example=0, target=1).residual) < 1e-12

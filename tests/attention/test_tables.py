@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import dualform as df
+import dualform
 
 EVERYTHING = 16
 
 
-def answers(dual: df.DualForm, inputs: torch.Tensor) -> list[Any]:
+def answers(dual: dualform.DualForm, inputs: torch.Tensor) -> list[Any]:
     """Questions that tables answer: norms, key sums, group matrices."""
     spotlight = dual.attend(inputs[:EVERYTHING])["fc1"]
     masked = dual.without(label=1).weights(torch.float64)
@@ -32,7 +32,7 @@ def files(path: Path) -> dict[Path, tuple[int, int]]:
 
 def test_asking_writes_nothing(run: Any) -> None:
     before = files(run.path)
-    dual = df.DualForm(run.model, run.path)
+    dual = dualform.DualForm(run.model, run.path)
     answers(dual, run.inputs)
     assert dual.verify(run.inputs).passed
     assert files(run.path) == before
@@ -41,7 +41,7 @@ def test_asking_writes_nothing(run: Any) -> None:
 def test_tables_are_found_again_and_change_no_bit(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dual = df.DualForm(run.model, run.path)
+    dual = dualform.DualForm(run.model, run.path)
     first = answers(dual, run.inputs)
     again = answers(dual, run.inputs)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
@@ -49,5 +49,5 @@ def test_tables_are_found_again_and_change_no_bit(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("patterns were read again")
 
-    monkeypatch.setattr(df.LayerMemory, "blocks", refuse)
+    monkeypatch.setattr(dualform.LayerMemory, "blocks", refuse)
     assert torch.isfinite(dual.without(label=2)(run.inputs)).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 
 ROOM = 2.0
 """Honest residuals stay below their bound divided by this."""
@@ -29,18 +29,18 @@ def test_an_honest_run_passes_with_room_to_spare(train: Any, dtype: torch.dtype)
 def test_another_model_fails_and_the_memory_is_not_blamed(run: Any) -> None:
     other = type(run.model)().double()
     other.load_state_dict(run.model.state_dict())
-    assert df.DualForm(other, run.path).verify().passed
+    assert dualform.DualForm(other, run.path).verify().passed
     with torch.no_grad():
         other.fc2.weight[3, 4] += 1e-9
-    certificate = df.DualForm(other, run.path).verify()
+    certificate = dualform.DualForm(other, run.path).verify()
     assert not certificate.passed
     assert [check.parameter for check in certificate.failures] == ["fc2.weight"]
     assert all(verdict.passed for verdict in certificate.verdicts.values())
     assert "agrees with itself" in repr(certificate)
-    with pytest.raises(df.QueryError, match="does not explain"):
+    with pytest.raises(dualform.QueryError, match="does not explain"):
         certificate.raise_if_failed()
     retrained = type(run.model)().double()
-    assert not df.DualForm(retrained, run.path).verify(run.inputs[:2]).passed
+    assert not dualform.DualForm(retrained, run.path).verify(run.inputs[:2]).passed
 
 
 def test_nan_in_the_model_fails(run: Any) -> None:
@@ -48,7 +48,7 @@ def test_nan_in_the_model_fails(run: Any) -> None:
     other.load_state_dict(run.model.state_dict())
     with torch.no_grad():
         other.fc1.bias[0] = float("nan")
-    certificate = df.DualForm(other, run.path).verify()
+    certificate = dualform.DualForm(other, run.path).verify()
     assert not certificate.passed
     json.dumps(certificate.to_dict(), allow_nan=False)
 
@@ -56,10 +56,10 @@ def test_nan_in_the_model_fails(run: Any) -> None:
 def test_earlier_steps_verify_without_the_model_of_the_end(run: Any) -> None:
     other = type(run.model)().double()  # as good as any: its weights are of no step
     for step in (0, 1, 15):
-        assert df.DualForm(other, run.path).at(step).verify().passed
-    with pytest.raises(df.QueryError, match="without inputs"):
+        assert dualform.DualForm(other, run.path).at(step).verify().passed
+    with pytest.raises(dualform.QueryError, match="without inputs"):
         run.dual.at(15).verify(run.inputs)
-    with pytest.raises(df.QueryError, match="nothing was ever trained to be it"):
+    with pytest.raises(dualform.QueryError, match="nothing was ever trained to be it"):
         run.dual.without(label=1).verify()
 
 

@@ -63,7 +63,7 @@ class Run:
         optimizer = self.kind(self.trained.parameters(), **self.settings)  # type: ignore[call-arg]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "dualform")
-            with record(self.trained, optimizer, path, **self.options):
+            with record(self.trained, path, **self.options):
                 for step, (x, y) in enumerate(self.batches()):
                     with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                         loss = F.cross_entropy(self.trained(x), y)

@@ -33,7 +33,7 @@ def test_norms_whose_gradients_add_up_are_no_alarm(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         model = Averaged()
         optimizer = SGD(model.parameters(), lr=1e-3)
-        with record(model, optimizer, tmp_path / str(seed)):
+        with record(model, tmp_path / str(seed)):
             for _ in range(3):
                 output = model(torch.randn(16, 80, 32))
                 (output * torch.rand_like(output)).sum().backward()
@@ -47,7 +47,7 @@ def test_an_optimizer_that_moves_every_third_step_adds_passes_as_they_came(tmp_p
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4))
     fast, slow = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)
-    with record(model, [fast, slow], tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for i in range(30):
             F.cross_entropy(model(torch.randn(6, 7)), torch.randint(0, 4, (6,))).backward()
             fast.step()
@@ -65,7 +65,7 @@ def test_a_run_that_died_is_compared_with_the_marks_of_its_last_update(tmp_path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    recorder = record(model, optimizer, tmp_path / "run")
+    recorder = record(model, tmp_path / "run")
     with recorder:
         for i in range(70):
             F.cross_entropy(model(torch.randn(6, 7)), torch.randint(0, 4, (6,))).backward()

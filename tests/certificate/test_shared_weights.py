@@ -86,7 +86,7 @@ def trained(use: Callable[[Any, Tensor], Tensor], rule: Any, path: Path) -> Veri
     torch.manual_seed(0)
     model = Shared(use)
     optimizer = rule(model.parameters(), lr=0.05)
-    with record(model, optimizer, path):
+    with record(model, path):
         for _ in range(STEPS):
             for tokens in torch.randint(0, WORDS, (2, 6, 9)):
                 loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -130,7 +130,7 @@ def test_a_factor_is_not_measured_where_casts_may_have_met(tmp_path: Path) -> No
     torch.manual_seed(0)
     model = Shared(regions_of_autocast)
     optimizer, factors = SGD(model.parameters(), lr=0.05), []
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for tokens in torch.randint(0, WORDS, (STEPS, 6, 9)):
             F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))

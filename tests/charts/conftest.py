@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dualform as df
+import dualform
 from dualform import charts
 
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ CLASSES, EXAMPLES, STEPS, BATCH = 3, 12, 24, 6
 class Run:
     """Two tasks, one after the other, on tiny pictures; keys and columns by brute force."""
 
-    dual: df.DualForm
+    dual: dualform.DualForm
     images: dict[str, Tensor]
 
     @property
@@ -35,10 +35,10 @@ class Run:
         return self.images["first"][:1].flatten(1) * 0.5 + 0.1
 
     @property
-    def attention(self) -> df.Attention:
+    def attention(self) -> dualform.Attention:
         return self.dual.attend(self.test)
 
-    def layer(self, name: str) -> df.LayerMemory:
+    def layer(self, name: str) -> dualform.LayerMemory:
         return self.dual.memory.layer(name)
 
     def alpha(self, name: str) -> NDArray[np.float64]:
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     generator = torch.Generator().manual_seed(1)
     path = tmp_path_factory.mktemp("run") / "memory"
-    with df.record(model, optimizer, path) as recorder:
+    with dualform.record(model, path) as recorder:
         for step in range(STEPS):
             task = "first" if step < STEPS // 2 else "second"
             chosen = torch.randperm(EXAMPLES, generator=generator)[:BATCH]
@@ -84,7 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             inputs = images[task][chosen].flatten(1) - 0.5
             F.cross_entropy(model(inputs), labels[chosen]).backward()
             optimizer.step()
-    return Run(df.DualForm(model, path), images)
+    return Run(dualform.DualForm(model, path), images)
 
 
 @pytest.fixture(scope="session")

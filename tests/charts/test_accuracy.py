@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 
 FOUND = {
@@ -47,7 +47,9 @@ def test_the_papers_numbers_stand_at_their_place(rows_with: Callable[..., Any]) 
     assert {(row["condition"], row["task"], row["mean"]) for row in rows} == {
         ("final", "MNIST", 45)
     }
-    with pytest.raises(df.QueryError, match="'travelled back', 'MNIST', which was not measured"):
+    with pytest.raises(
+        dualform.QueryError, match="'travelled back', 'MNIST', which was not measured"
+    ):
         charts.accuracies(FOUND, paper={"travelled back": {"MNIST": 97}})
 
 
@@ -80,16 +82,16 @@ def test_a_curve_has_a_point_for_every_strength(
     ],
 )
 def test_what_is_no_accuracy_is_refused(found: Any, message: str) -> None:
-    with pytest.raises(df.QueryError, match=message):
+    with pytest.raises(dualform.QueryError, match=message):
         charts.accuracies(found)
 
 
 def test_a_curve_needs_a_number_for_every_strength() -> None:
     with pytest.raises(
-        df.QueryError, match="3 strengths and 2 accuracies of 'MNIST'; expected one"
+        dualform.QueryError, match="3 strengths and 2 accuracies of 'MNIST'; expected one"
     ):
         charts.strengths([0, 0.5, 1], {"MNIST": [1, 2]})
-    with pytest.raises(df.QueryError, match="nothing to draw"):
+    with pytest.raises(dualform.QueryError, match="nothing to draw"):
         charts.strengths([], {})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 
 
@@ -47,9 +47,9 @@ def test_values_of_zero_are_left_out_and_counted(texts_of: Callable[..., Any]) -
 
 
 def test_what_cannot_be_mapped_is_refused() -> None:
-    with pytest.raises(df.QueryError, match="2 weights and 1 sizes"):
+    with pytest.raises(dualform.QueryError, match="2 weights and 1 sizes"):
         charts.weights_against_values([1, 2], [1])
-    with pytest.raises(df.QueryError, match="no size is above zero"):
+    with pytest.raises(dualform.QueryError, match="no size is above zero"):
         charts.weights_against_values([1, 2], [0, 0])
-    with pytest.raises(df.QueryError, match="weights hold something"):
+    with pytest.raises(dualform.QueryError, match="weights hold something"):
         charts.weights_against_values([1, float("inf")], [1, 1])

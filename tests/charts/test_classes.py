@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 
 EXACT = 1e-12
@@ -61,14 +61,14 @@ def test_few_ranks_are_drawn_the_first_and_the_last_among_them(
     assert ranks[0] == 1
     assert ranks[-2:] == [40, 40]
     assert all(row in whole for row in few)
-    with pytest.raises(df.QueryError, match="points=1: expected at least 2"):
+    with pytest.raises(dualform.QueryError, match="points=1: expected at least 2"):
         charts.top_per_class(run.attention["fc2"], points=1)
 
 
 def test_tables_made_by_hand_are_drawn_with_their_own_unit(
     rows_with: Callable[..., Any], texts_of: Callable[..., Any]
 ) -> None:
-    table = df.Table({"label": ["cat", "dog"], "absolute": [2.0, 0.0], "sum": [-2.0, 0.0]})
+    table = dualform.Table({"label": ["cat", "dog"], "absolute": [2.0, 0.0], "sum": [-2.0, 0.0]})
     chart = charts.totals_per_class(table, unit="Σ|α||e|", predicted="dog")
     assert [row["total"] for row in rows_with(chart, "total")] == [2.0, 0.0]
     assert {"Σ|α||e|", "cat", "dog", "0.5", "predicted"} <= set(texts_of(chart))
@@ -77,7 +77,7 @@ def test_tables_made_by_hand_are_drawn_with_their_own_unit(
 
 
 def test_a_single_pattern_can_be_seen(rows_with: Callable[..., Any]) -> None:
-    chart = charts.top_per_class(df.Table({"label": [0], "weight": [3.0]}))
+    chart = charts.top_per_class(dualform.Table({"label": [0], "weight": [3.0]}))
     left, right = (row["x"] for row in rows_with(chart, "rank"))
     assert right - left > 0.5
 
@@ -85,10 +85,10 @@ def test_a_single_pattern_can_be_seen(rows_with: Callable[..., Any]) -> None:
 def test_names_of_very_many_classes_do_not_run_into_each_other(
     texts_of: Callable[..., Any],
 ) -> None:
-    many = df.Table({"label": list(range(60)), "absolute": [1.0] * 60})
+    many = dualform.Table({"label": list(range(60)), "absolute": [1.0] * 60})
     shown = [text for text in texts_of(charts.totals_per_class(many)) if text.isdigit()]
     assert 10 < len(shown) < 60
-    few = df.Table({"label": list(range(20)), "absolute": [9.5] * 20})
+    few = dualform.Table({"label": list(range(20)), "absolute": [9.5] * 20})
     assert set(map(str, range(20))) <= set(texts_of(charts.totals_per_class(few)))
 
 
@@ -182,9 +182,9 @@ def test_one_of_several_queries_is_drawn(run: Any, rows_with: Callable[..., Any]
     one = rows_with(charts.totals_per_class(several, query=2), "total")
     other = rows_with(charts.totals_per_class(alone), "total")
     assert np.allclose([r["total"] for r in one], [r["total"] for r in other], atol=1e-10)
-    with pytest.raises(df.QueryError, match="3 queries"):
+    with pytest.raises(dualform.QueryError, match="3 queries"):
         charts.totals_per_class(several)
-    with pytest.raises(df.QueryError, match="only one"):
+    with pytest.raises(dualform.QueryError, match="only one"):
         charts.totals_per_class(alone, query=1)
 
 
@@ -201,19 +201,19 @@ def test_one_of_several_queries_is_drawn(run: Any, rows_with: Callable[..., Any]
     ],
 )
 def test_what_is_not_there_cannot_be_drawn(run: Any, asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(df.QueryError, match=message):
+    with pytest.raises(dualform.QueryError, match=message):
         charts.totals_per_class(run.attention, **asked)
-    with pytest.raises(df.QueryError, match=message):
+    with pytest.raises(dualform.QueryError, match=message):
         charts.top_per_class(run.attention, 5, **asked)
 
 
 def test_only_attention_is_drawn_class_by_class(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="int was given to draw"):
+    with pytest.raises(dualform.QueryError, match="int was given to draw"):
         charts.totals_per_class(7)  # type: ignore[arg-type]
-    with pytest.raises(df.QueryError, match="Contribution was given to draw"):
+    with pytest.raises(dualform.QueryError, match="Contribution was given to draw"):
         charts.totals_per_class(run.dual.contribute(run.test, target=0))
 
 
 def test_a_table_without_the_column_says_what_it_has(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="no column 'label' in this table; it has: task"):
+    with pytest.raises(dualform.QueryError, match="no column 'label' in this table; it has: task"):
         charts.totals_per_class(run.attention["fc2"].sum_by("task"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 from dualform.charts.png import data_url
 
@@ -82,13 +82,13 @@ def test_a_table_of_the_strongest_can_be_drawn_later(run: Any) -> None:
 
 def test_an_example_without_a_picture_is_named(run: Any) -> None:
     task, example, _, _ = strongest(run, "fc1", 1)[0]
-    with pytest.raises(df.QueryError, match=f"no picture of example {example}"):
+    with pytest.raises(dualform.QueryError, match=f"no picture of example {example}"):
         charts.top_images(run.attention, {task: {}}, example=OF)
-    with pytest.raises(df.QueryError, match=f"no picture of task '{task}'"):
+    with pytest.raises(dualform.QueryError, match=f"no picture of task '{task}'"):
         charts.top_images(run.attention, {}, example=OF)
-    with pytest.raises(df.QueryError, match="no column 'page'"):
+    with pytest.raises(dualform.QueryError, match="no column 'page'"):
         charts.top_images(run.attention, run.images, example="page")
-    with pytest.raises(df.QueryError, match="k=0"):
+    with pytest.raises(dualform.QueryError, match="k=0"):
         charts.top_images(run.attention, run.images, 0, example=OF)
 
 
@@ -125,7 +125,7 @@ def test_images_may_be_inverted(rows_with: Callable[..., Any]) -> None:
 
 
 def test_images_need_a_caption_each_or_none() -> None:
-    with pytest.raises(df.QueryError, match="2 images and 1 captions"):
+    with pytest.raises(dualform.QueryError, match="2 images and 1 captions"):
         charts.images(np.zeros((2, 3, 3)), captions=["one"])
-    with pytest.raises(df.QueryError, match="nothing to draw"):
+    with pytest.raises(dualform.QueryError, match="nothing to draw"):
         charts.images([])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dualform as df
+import dualform
 from dualform import charts
 from dualform.charts.png import as_bytes, data_url, png
 
@@ -137,5 +137,5 @@ def test_beyond_the_span_there_is_only_black_and_white() -> None:
     ],
 )
 def test_what_is_no_picture_is_refused(pixels: Any, asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(df.QueryError, match=message):
+    with pytest.raises(dualform.QueryError, match=message):
         as_bytes(pixels, **asked)

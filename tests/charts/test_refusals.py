@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import dualform as df
+import dualform
 from dualform import charts
 
 NAN, INF = float("nan"), float("inf")
@@ -89,13 +89,15 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", PLAIN)
 def test_what_cannot_be_drawn_is_refused_in_words(case: str) -> None:
     call, message = PLAIN[case]
-    with pytest.raises(df.DualFormError, match=message):
+    with pytest.raises(dualform.DualFormError, match=message):
         call()
 
 
 def test_a_file_below_a_file_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here already")
-    with pytest.raises(df.DualFormError, match=r"there is no directory .*file; make it first"):
+    with pytest.raises(
+        dualform.DualFormError, match=r"there is no directory .*file; make it first"
+    ):
         charts.save(picture(), tmp_path / "file" / "chart.svg")
 
 
@@ -104,12 +106,16 @@ DRAWN = [charts.top_per_class, charts.totals_per_class, charts.over_time, charts
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
 def test_attention_of_no_input_and_of_several_is_refused(run: Any, draw: Any) -> None:
-    with pytest.raises(df.QueryError, match="attention of no input has nothing to draw; attend to"):
+    with pytest.raises(
+        dualform.QueryError, match="attention of no input has nothing to draw; attend to"
+    ):
         draw(run.dual.attend(run.test[:0]))
     three = run.dual.attend(run.images["first"][:3].flatten(1))
-    with pytest.raises(df.QueryError, match=r"3 queries, and none was chosen.*query=0 to query=2"):
+    with pytest.raises(
+        dualform.QueryError, match=r"3 queries, and none was chosen.*query=0 to query=2"
+    ):
         draw(three)
-    with pytest.raises(df.QueryError, match="3 queries, but query=7 was asked for"):
+    with pytest.raises(dualform.QueryError, match="3 queries, but query=7 was asked for"):
         draw(three, query=7)
     draw(three, query=2)
 
@@ -130,12 +136,14 @@ def test_names_that_do_not_name_every_class_are_refused(run: Any, names: Any, me
         lambda: charts.over_time(run.attention, by="label", names=names),
         lambda: charts.parts(contribution, names=names),
     ):
-        with pytest.raises(df.QueryError, match=message):
+        with pytest.raises(dualform.QueryError, match=message):
             draw()
 
 
 def test_names_by_number_are_no_names_of_tasks_and_may_be_more_than_were_met(run: Any) -> None:
-    with pytest.raises(df.QueryError, match=r"names is a list.*there is 'first'; expected a dict"):
+    with pytest.raises(
+        dualform.QueryError, match=r"names is a list.*there is 'first'; expected a dict"
+    ):
         charts.totals_per_class(run.attention, by="task", names=["a", "b"])
     charts.totals_per_class(run.attention, names=["a", "b", "c", "never met"])
 
@@ -145,13 +153,16 @@ def test_choosing_no_group_is_refused_with_those_there_are(run: Any) -> None:
         lambda: charts.totals_per_class(run.attention, groups=[]),
         lambda: charts.over_time(run.attention, by="label", groups=[]),
     ):
-        with pytest.raises(df.QueryError, match=r"groups=\[\] chooses nothing.* 0, 1, 2, or None"):
+        with pytest.raises(
+            dualform.QueryError, match=r"groups=\[\] chooses nothing.* 0, 1, 2, or None"
+        ):
             draw()
 
 
 def test_pictures_need_to_know_the_example_and_how_to_record_it_is_said(run: Any) -> None:
-    table = df.Table({"weight": [1.0], "step": [0]})
+    table = dualform.Table({"weight": [1.0], "step": [0]})
     with pytest.raises(
-        df.QueryError, match=r"no column 'example'.*it has: weight, step.*recorder\.tag\(example="
+        dualform.QueryError,
+        match=r"no column 'example'.*it has: weight, step.*recorder\.tag\(example=",
     ):
         charts.top_images(table, [PICTURE[0]])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 from dualform.charts.saving import renumbered, rounded
 
@@ -109,7 +109,7 @@ def test_numbers_that_differ_by_rounding_give_the_same_svg(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["chart", "chart.gif", "chart.svg.gz"])
 def test_an_ending_that_says_nothing_is_refused(run: Any, tmp_path: Path, name: str) -> None:
-    with pytest.raises(df.DualFormError, match=r"expected a name ending in \.svg, \.png"):
+    with pytest.raises(dualform.DualFormError, match=r"expected a name ending in \.svg, \.png"):
         charts.save(picture(run), tmp_path / name)
 
 
@@ -117,11 +117,11 @@ def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(
     run: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        df.DualFormError, match=r"cannot be written: there is no directory .*; make it first"
+        dualform.DualFormError, match=r"cannot be written: there is no directory .*; make it first"
     ):
         charts.save(picture(run), tmp_path / "nowhere" / "chart.svg")
     (tmp_path / "chart.svg").mkdir()
-    with pytest.raises(df.DualFormError, match="cannot be written"):
+    with pytest.raises(dualform.DualFormError, match="cannot be written"):
         charts.save(picture(run), tmp_path / "chart.svg")
     assert [file.name for file in tmp_path.iterdir()] == ["chart.svg"]
 
@@ -129,11 +129,11 @@ def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(
 WITHOUT = """
 import sys
 sys.modules[{package!r}] = None  # as if it were not installed
-import dualform as df
+import dualform
 from dualform import charts
 try:
     charts.save(charts.images([[[0, 255], [255, 0]]]), "chart.svg")
-except df.DualFormError as error:
+except dualform.DualFormError as error:
     print(error)
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 from dualform.charts import style
 
@@ -44,7 +44,7 @@ def test_no_two_colours_look_the_same(kind: str | None, count: int) -> None:
 
 
 def test_more_colours_than_can_be_told_apart_are_refused() -> None:
-    with pytest.raises(df.QueryError, match="11 tasks would need 11 colours"):
+    with pytest.raises(dualform.QueryError, match="11 tasks would need 11 colours"):
         style.colours(11, "tasks")
 
 
@@ -56,7 +56,7 @@ def test_charts_are_combined_and_keep_their_legends(run: Any, texts_of: Callable
     assert {"the input", "predicted", "Together", "layer fc1"} <= set(texts_of(both))
     assert totals.to_dict() == before
     assert charts.grid([image, totals], columns=1).to_dict()["columns"] == 1
-    with pytest.raises(df.QueryError, match="nothing to draw"):
+    with pytest.raises(dualform.QueryError, match="nothing to draw"):
         charts.grid([])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 
 
@@ -76,7 +76,7 @@ def test_the_strongest_are_counted_where_training_met_them(
 
 
 def test_more_lines_than_colours_have_to_be_chosen_from(run: Any) -> None:
-    with pytest.raises(df.QueryError, match=r"12 groups would need 12 colours.*groups="):
+    with pytest.raises(dualform.QueryError, match=r"12 groups would need 12 colours.*groups="):
         charts.over_time(run.attention["fc1"], by="example")
     chart = charts.over_time(run.attention["fc1"], by="example", groups=[3, 1, 2])
     scale = chart.to_dict()["concat"][0]["encoding"]["color"]["scale"]
@@ -85,9 +85,9 @@ def test_more_lines_than_colours_have_to_be_chosen_from(run: Any) -> None:
 
 
 def test_what_a_table_does_not_hold_cannot_be_counted(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="expected spotlights"):
+    with pytest.raises(dualform.QueryError, match="expected spotlights"):
         charts.top_over_time({"fc1": run.attention["fc1"].top(5)})  # type: ignore[dict-item]
-    with pytest.raises(df.QueryError, match="bins=0"):
+    with pytest.raises(dualform.QueryError, match="bins=0"):
         charts.over_time(run.attention, bins=0)
 
 

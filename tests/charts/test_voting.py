@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 
 OURS = {
@@ -46,7 +46,9 @@ def test_ours_alone_need_no_legend(
 
 
 def test_numbers_to_compare_with_must_have_a_counterpart() -> None:
-    with pytest.raises(df.QueryError, match="paper has 'layer 9', 'right', which ours has not"):
+    with pytest.raises(
+        dualform.QueryError, match="paper has 'layer 9', 'right', which ours has not"
+    ):
         charts.votes(OURS, paper={"layer 9": {"right": 3}})
-    with pytest.raises(df.QueryError, match="nothing to draw"):
+    with pytest.raises(dualform.QueryError, match="nothing to draw"):
         charts.votes({})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import dualform as df
+import dualform
 from dualform import charts
 
 EXACT = 1e-12
@@ -85,7 +85,7 @@ def test_every_part_is_labelled_with_its_name_and_number(
 
 
 def test_only_a_contribution_adds_up(run: Any) -> None:
-    with pytest.raises(df.QueryError, match="Spotlight was given to draw"):
+    with pytest.raises(dualform.QueryError, match="Spotlight was given to draw"):
         charts.parts(run.attention["fc1"])
-    with pytest.raises(df.QueryError, match="groups=8"):
+    with pytest.raises(dualform.QueryError, match="groups=8"):
         charts.parts(run.dual.contribute(run.test, target=1), groups=[8])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dualform as df
+import dualform
 from dualform.certificate.replay import at as weights_at
 from dualform.learning_rules import coefficients
 
@@ -43,16 +43,16 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    recorder: df.Recorder | None = None
+    recorder: dualform.Recorder | None = None
 
     def loss(self) -> Tensor:
         """The loss of the next batch."""
         return self.loss_of(self.model, self.generator)
 
     @contextlib.contextmanager
-    def recording(self, *optimizers: torch.optim.Optimizer) -> Iterator[df.Recorder]:
+    def recording(self, *optimizers: torch.optim.Optimizer) -> Iterator[dualform.Recorder]:
         self.kept = {0: self.weights()}
-        with df.record(self.model, optimizers, self.path, **self.options) as self.recorder:
+        with dualform.record(self.model, self.path, **self.options) as self.recorder:
             yield self.recorder
 
     def keep(self) -> None:
@@ -77,14 +77,16 @@ class Run:
         return FLOAT32_ROUNDINGS * eps * (sqrt(at) + sum(moves) / max(size, 1e-30))
 
 
-def rebuilt_by_hand(memory: df.Memory, at: int, *, patterns: bool = True) -> dict[str, Tensor]:
+def rebuilt_by_hand(
+    memory: dualform.Memory, at: int, *, patterns: bool = True
+) -> dict[str, Tensor]:
     """Every parameter whose patterns are known after `at` updates, in float64: W_0, m_0, log and
     patterns, added up. The rule is SGD. Without `patterns`: what is left of W_0 and m_0."""
     known = [p.name for p in memory.parameters.values() if p.keep in PATTERNS]
     return {name: _parameter_by_hand(memory, name, at, patterns) for name in known}
 
 
-def _parameter_by_hand(memory: df.Memory, name: str, at: int, patterns: bool) -> Tensor:
+def _parameter_by_hand(memory: dualform.Memory, name: str, at: int, patterns: bool) -> Tensor:
     known, path = memory.parameters[name], memory.path_to(name, at)
     coefficient = coefficients(memory.log(name), memory.settings, path, known.dtype)
     weight = coefficient.initial * memory.kept.weights(name, 0).double()
@@ -117,7 +119,7 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     return off / max(float(other.abs().max()), 1e-30) if off else off
 
 
-def coarsest(memory: df.Memory, name: str) -> float:
+def coarsest(memory: dualform.Memory, name: str) -> float:
     """The eps of the coarsest dtype that had a part in a parameter's gradients."""
     known = memory.parameters[name]
     uses = [memory.layer(layer).uses for layer in known.layers]
@@ -125,7 +127,7 @@ def coarsest(memory: df.Memory, name: str) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def assert_rebuilds(run: Run, memory: df.Memory) -> None:
+def assert_rebuilds(run: Run, memory: dualform.Memory) -> None:
     """The rebuild by hand meets the run's checkpoints up to rounding, at the end and before it.
 
     So does what `DualForm` calls the initial part and the remainder: patterns explain the rest.
@@ -134,7 +136,7 @@ def assert_rebuilds(run: Run, memory: df.Memory) -> None:
     assert memory.steps == last
     for at in sorted({0, 1, last // 3, last // 2 + 1, last - 1, last}):
         by_hand, initial = (rebuilt_by_hand(memory, at, patterns=p) for p in (True, False))
-        view = df.DualForm(run.model, memory).at(at)
+        view = dualform.DualForm(run.model, memory).at(at)
         nothing = without_everything(view) if by_hand else {}
         for name, rebuilt in by_hand.items():
             checkpoint, bound = run.kept[at][name], FLOAT64_BOUND
@@ -146,19 +148,19 @@ def assert_rebuilds(run: Run, memory: df.Memory) -> None:
                 assert off <= bound, f"{name} after {at} updates: {off:.2e}, bound {bound:.2e}"
 
 
-def without_everything(view: df.DualForm) -> dict[str, Tensor]:
+def without_everything(view: dualform.DualForm) -> dict[str, Tensor]:
     """Initial part and remainder; nothing where a parameter kept as values cannot be rebuilt."""
     if all(known.keep in PATTERNS for known in view.memory.parameters.values()):
         return view.without().weights(torch.float64)
     try:
         return view.without().weights(torch.float64)
-    except df.QueryError:
+    except dualform.QueryError:
         return {}
 
 
-def assert_the_very_weights(run: Run, certificate: df.Verification) -> None:
+def assert_the_very_weights(run: Run, certificate: dualform.Verification) -> None:
     """What is certified *bit for bit* is given as training had it after every single update."""
-    memory = df.Memory.open(run.path)
+    memory = dualform.Memory.open(run.path)
     for name, verdict in certificate.verdicts.items():
         if verdict.verdict == "bit for bit" and not verdict.why:
             for at, checkpoint in run.kept.items():
@@ -181,19 +183,19 @@ def new_run(tmp_path: Path) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def certify() -> Callable[..., df.Memory]:
+def certify() -> Callable[..., dualform.Memory]:
     """Assert that a run can be rebuilt from its memory; give the memory.
 
     Unless told otherwise, the certificate of `verify` has to pass as well (no false alarms), and
     `verdict`, if it is given, is that of every parameter that has patterns.
     """
 
-    def check(run: Run, *, verify: bool = True, verdict: str = "") -> df.Memory:
-        memory = df.Memory.open(run.path)
+    def check(run: Run, *, verify: bool = True, verdict: str = "") -> dualform.Memory:
+        memory = dualform.Memory.open(run.path)
         memory.check()
         assert_rebuilds(run, memory)
         if verify:
-            certificate = df.DualForm(run.model, memory).verify(every_step=True)
+            certificate = dualform.DualForm(run.model, memory).verify(every_step=True)
             assert certificate.passed, repr(certificate)
             assert_the_very_weights(run, certificate)
             for name, found in certificate.verdicts.items():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-import dualform as df
+import dualform
 from dualform.attention.queries import queries_of
 from dualform.learning_rules import coefficients
 
@@ -34,7 +34,7 @@ def test_queries_of_weights_without_a_module_are_read_from_the_graph(
     run = new_run(seeded(SelfAttention), loss_of, torch.float64)
     train(run)
     memory = certify(run)
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     inputs = torch.randn(2, 3, 8, dtype=torch.float64)
     before = {n: p.requires_grad for n, p in run.model.named_parameters()}
     attention = dual.attend(inputs)
@@ -92,7 +92,7 @@ def test_patterns_of_weights_without_a_module_contribute_to_a_new_input(
     run = new_run(seeded(build), loss_of, torch.float64)
     train(run)
     memory = certify(run)
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     inputs = torch.randn(1, 3, 8, dtype=torch.float64)
     twin = dual.to_model().eval()
     aim = torch.randn(twin(inputs).shape, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_rows_of_a_shared_parameter_contribute_to_their_own_outputs_only(
             optimizer.zero_grad()
             run.keep()
     memory = certify(run)
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     for name in ("attn.in_proj_q", "attn.in_proj_kv"):
         layer = memory.layer(name)
         rows = 3 if name.endswith("q") else 6
@@ -167,7 +167,7 @@ def test_an_encoder_with_padding_can_be_verified_and_asked(
     memory = certify(run)
     inputs = torch.randn(4, 3, 8, dtype=dtype)
     mask = torch.tensor([[False, False, True], [False, True, True], [False] * 3, [False] * 3])
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     assert torch.backends.mha.get_fastpath_enabled()
     verification = dual.verify(inputs, src_key_padding_mask=mask)
     assert verification.passed, repr(verification)
@@ -195,7 +195,7 @@ def test_queries_inside_a_checkpoint_are_found(new_run: Any, certify: Any) -> No
     train(run)
     memory = certify(run)
     inputs = torch.randn(2, 3, 8, dtype=torch.float64)
-    attention = df.DualForm(run.model, memory).attend(inputs)
+    attention = dualform.DualForm(run.model, memory).attend(inputs)
     keys = memory.layer("layer.self_attn.in_proj").keys
     found = attention["layer.self_attn.in_proj"].weights  # two calls
     assert torch.allclose(found[:6], inputs.flatten(0, 1) @ keys.T, rtol=1e-12, atol=1e-12)

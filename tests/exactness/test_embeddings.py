@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-import dualform as df
+import dualform
 
 STEPS = 6
 TOKENS, WIDTH = 11, 6
@@ -117,7 +117,7 @@ def train(run: Any, *, record: bool = True) -> None:
             step(run, optimizer)
 
 
-def one_hot(layer: df.LayerMemory) -> Tensor:
+def one_hot(layer: dualform.LayerMemory) -> Tensor:
     return F.one_hot(layer.keys[:, 0], layer.in_features).double()
 
 
@@ -132,7 +132,7 @@ def test_every_look_up_has_patterns_and_is_rebuilt(
     assert {p.keep for p in memory.parameters.values()} == {"patterns"}
     assert any(memory.layer(layer).kind == "embedding" for layer in memory.layers)
     tokens = batch(run.model, torch.Generator().manual_seed(1))
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     verification = dual.verify(tokens)
     assert verification.passed, repr(verification)
     off = (dual(tokens, by="patterns") - run.model(tokens).detach()).abs().max()
@@ -148,7 +148,7 @@ def test_masks_take_away_what_look_ups_wrote(name: str, new_run: Any, certify: A
     run = new_run(seeded(CASES[name]), loss_of, torch.float64)
     train(run)
     memory = certify(run)
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     views = [dual, dual.without(), dual.without(half=1), dual.only(half=1)]
     whole, nothing, without, only = (view.weights(torch.float64) for view in views)
     for parameter, weight in whole.items():
@@ -174,7 +174,7 @@ def test_the_layers_are_named_after_what_they_are(new_run: Any) -> None:
     for name, layers in expected.items():
         run = new_run(seeded(CASES[name]), loss_of, torch.float64, overwrite=True)
         train(run)
-        memory = df.Memory.open(run.path)
+        memory = dualform.Memory.open(run.path)
         assert {la: memory.layer(la).kind for la in memory.layers} == layers, name
 
 
@@ -184,7 +184,7 @@ def test_attention_to_a_token_is_one_where_it_was_looked_up(new_run: Any, certif
     memory = certify(run)
     layer = memory.layer("embedding")
     tokens = torch.tensor([[3, 7, 3]])
-    spotlight = df.DualForm(run.model, memory).attend(tokens)["embedding"]
+    spotlight = dualform.DualForm(run.model, memory).attend(tokens)["embedding"]
     written_out = F.one_hot(tokens.flatten(), TOKENS).double() @ one_hot(layer).T
     assert torch.equal(spotlight.weights, written_out)
     seen = layer.keys[:, 0].tolist()
@@ -202,19 +202,19 @@ def test_attention_to_a_token_is_one_where_it_was_looked_up(new_run: Any, certif
     assert set(grouped["weight"]) == {1.0}
     counts = written_out.sum(1).numpy()
     assert spotlight.effective.tolist() == counts.tolist()
-    given = df.DualForm(None, memory).attend(queries=tokens, layers="embedding")["embedding"]
+    given = dualform.DualForm(None, memory).attend(queries=tokens, layers="embedding")["embedding"]
     assert torch.equal(given.weights, written_out)
-    example = df.DualForm(None, memory).attend(example=9, layers="embedding")["embedding"]
+    example = dualform.DualForm(None, memory).attend(example=9, layers="embedding")["embedding"]
     assert example.queries.shape == (5, 1)
     for wrong in (torch.tensor([0.5]), torch.tensor([TOKENS]), torch.tensor([-1])):
-        with pytest.raises(df.QueryError, match="whole numbers from 0 to 10"):
-            df.DualForm(None, memory).attend(queries=wrong, layers="embedding")
+        with pytest.raises(dualform.QueryError, match="whole numbers from 0 to 10"):
+            dualform.DualForm(None, memory).attend(queries=wrong, layers="embedding")
 
 
 def test_contributions_through_a_tied_weight_add_up(new_run: Any, certify: Any) -> None:
     run = new_run(seeded(CASES["tied"]), loss_of, torch.float64)
     train(run)
-    dual = df.DualForm(run.model, certify(run))
+    dual = dualform.DualForm(run.model, certify(run))
     tokens = torch.tensor([[3]])
     head = dual.contribute(tokens, target=5)
     assert head.layer == "head"
@@ -247,13 +247,13 @@ def test_tokens_stay_whole_where_patterns_are_stored_in_16_bits(stored: str, new
     run = new_run(seeded(CASES["tied"], torch.float32), loss_of, torch.float32)
     run.options = {"dtype": stored}
     train(run)
-    memory = df.Memory.open(run.path)
+    memory = dualform.Memory.open(run.path)
     exact = new_run(seeded(CASES["tied"], torch.float32), loss_of, torch.float32, overwrite=True)
     layer = memory.layer("embedding")
     keys, signals = layer.keys.clone(), layer.error_signals.clone()
-    assert df.DualForm(run.model, memory).verify().passed
+    assert dualform.DualForm(run.model, memory).verify().passed
     train(exact)
-    whole = df.Memory.open(run.path).layer("embedding")
+    whole = dualform.Memory.open(run.path).layer("embedding")
     assert torch.equal(whole.keys, keys)
     largest = whole.error_signals.abs().amax(1, keepdim=True)
     assert bool(((whole.error_signals - signals).abs() <= largest / 128).all())
@@ -262,9 +262,9 @@ def test_tokens_stay_whole_where_patterns_are_stored_in_16_bits(stored: str, new
 def test_keys_alone_of_an_embedding_are_enough_to_attend(new_run: Any) -> None:
     run = new_run(seeded(Words), loss_of, torch.float64, keep={"embedding": "keys", "*": "auto"})
     train(run)
-    memory = df.Memory.open(run.path)
+    memory = dualform.Memory.open(run.path)
     assert memory.parameters["embedding.weight"].why == "its layer keeps keys alone"
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     assert dual.verify().passed
     assert dual.attend(torch.tensor([[1]]))["embedding"].weights.sum() > 0
 
@@ -296,7 +296,7 @@ def test_a_run_with_look_ups_goes_on_where_it_was(name: str, new_run: Any, certi
     optimizer = SGD(run.model.parameters(), **RULE)
     optimizer.load_state_dict(states[1])
     run.kept = {s: run.kept[s] for s in range(4)}
-    with df.record(run.model, optimizer, run.path, resume=True) as recorder:
+    with dualform.record(run.model, run.path, resume=True) as recorder:
         assert recorder.steps == 3  # between two fingerprints: found by the patterns themselves
         for number in range(3, STEPS):
             recorder.tag(example=[4 * number + i for i in range(4)], half=number // 3)
@@ -335,7 +335,7 @@ def test_an_edited_gradient_of_an_embedding_is_found(
             step(run, optimizer)
     assert certify(run).parameters["embedding.weight"].keep == "patterns"
     run.options = {"overwrite": True}
-    found = pytest.raises(df.AuditError, match=r"'embedding.weight' is not explained")
+    found = pytest.raises(dualform.AuditError, match=r"'embedding.weight' is not explained")
     with found, run.recording(optimizer):
         for _ in range(10):
             run.loss().backward()

@@ -61,7 +61,7 @@ def test_gradients_that_do_not_keep_to_a_step_raise_no_alarm(
     """The second optimizer moves every so many steps; its gradients are carried over, or reset."""
     model = plain()
     one, two = pair(model)
-    with record(model, [one, two], tmp_path / "run", every=every):
+    with record(model, tmp_path / "run", every=every):
         for step in range(STEPS):
             backward(model, step)
             one.step()
@@ -86,7 +86,7 @@ def test_an_edited_gradient_is_found_in_a_recorded_step_and_is_remainder_elsewhe
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def train() -> None:
-        with record(model, optimizer, tmp_path / "run", every=3):
+        with record(model, tmp_path / "run", every=3):
             for step in range(STEPS):
                 backward(model, step)
                 if step == edited:
@@ -113,7 +113,7 @@ def test_a_resumed_run_keeps_the_cadence_and_another_one_is_refused(
     training.load(start)
     with (
         pytest.raises(RecordingError, match="every=2 was given, and every=3 was recorded"),
-        record(training.model, training.optimizer, tmp_path / "run", every=2, resume=True),
+        record(training.model, tmp_path / "run", every=2, resume=True),
     ):
         pass
     memory = training.record(tmp_path / "run", start, STEPS, every=3, resume=True)
@@ -124,13 +124,13 @@ def test_a_resumed_run_keeps_the_cadence_and_another_one_is_refused(
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
 def test_a_cadence_that_is_none_is_refused(tmp_path: Path, every: Any) -> None:
     with pytest.raises(RecordingError, match="expected a whole number"):
-        record(plain(), SGD(plain().parameters(), lr=0.1), tmp_path, every=every)
+        record(plain(), tmp_path, every=every)
 
 
 def test_skipped_steps_count_for_neither(tmp_path: Path) -> None:
     model = plain()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, tmp_path / "run", every=2):
+    with record(model, tmp_path / "run", every=2):
         for step in range(STEPS):
             if step % 3 == 1:  # as a loss scaler does that met an overflow
                 backward(model, step + 99)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import SGD
 
-import dualform as df
+import dualform
 
 
 def trained_with_warnings(run: Any) -> list[str]:
@@ -60,7 +60,7 @@ def test_every_matrix_has_patterns_and_is_rebuilt(
     memory = certify(run)
     trained = [p for p in memory.parameters.values() if memory.log(p.name).moved.any()]
     assert {p.keep for p in trained if len(p.shape) == 2} == {"patterns"}
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     twin = dual.to_model()
     for parameter, weight in run.weights().items():
         assert torch.allclose(twin.get_parameter(parameter), weight, rtol=1e-4, atol=1e-6)
@@ -94,18 +94,18 @@ def test_the_layers_are_named_after_what_they_are(new_run: Any, certify: Any) ->
     for name, layers in expected.items():
         run = new_run(seeded(CASES[name]), loss_of, torch.float64, overwrite=True)
         train(run)
-        assert set(df.Memory.open(run.path).layers) == layers, name
+        assert set(dualform.Memory.open(run.path).layers) == layers, name
 
 
 def test_an_attentions_patterns_are_tagged_like_its_inputs(tmp_path: Path) -> None:
     model = seeded(SelfAttention)
     optimizer = SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(4, 3, 8, dtype=torch.float64)
-    with df.record(model, optimizer, tmp_path / "run") as recorder:
+    with dualform.record(model, tmp_path / "run") as recorder:
         recorder.tag(example=[10, 11, 12, 13])
         model(inputs).square().mean().backward()
         optimizer.step()
-    memory = df.Memory.open(tmp_path / "run")
+    memory = dualform.Memory.open(tmp_path / "run")
     for name in ("attn.in_proj", "attn.out_proj", "head"):
         patterns = memory.layer(name).patterns
         assert patterns["example"].tolist() == [10 + i // 3 for i in range(12)]
@@ -153,7 +153,7 @@ def test_a_network_of_modules_keeps_no_hook_for_graphs_after_the_first_step(
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3)))
     optimizer = SGD(model.parameters(), lr=0.1)
     before = hooks()
-    with df.record(model, optimizer, tmp_path / "run"):
+    with dualform.record(model, tmp_path / "run"):
         for step in range(2):
             loss_of(model, torch.Generator().manual_seed(step)).backward()
             optimizer.step()
@@ -185,7 +185,7 @@ def test_a_checkpoint_backward_twice_counts_twice(new_run: Any, certify: Any) ->
 def test_a_forward_pass_that_is_never_differentiated_is_no_call(tmp_path: Path) -> None:
     model = seeded(SelfAttention)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with df.record(model, optimizer, tmp_path / "run"):
+    with dualform.record(model, tmp_path / "run"):
         for _ in range(3):
             x = torch.randn(4, 3, 8, dtype=torch.float64)
             model(x)
@@ -194,7 +194,7 @@ def test_a_forward_pass_that_is_never_differentiated_is_no_call(tmp_path: Path) 
             (loss + model(x).cos().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
-    memory = df.Memory.open(tmp_path / "run")
+    memory = dualform.Memory.open(tmp_path / "run")
     for name in memory.layers:
         patterns = memory.layer(name).patterns
         assert patterns.values("call") == [0, 1]

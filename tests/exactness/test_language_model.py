@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-import dualform as df
+import dualform
 
 nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the model's own
 
@@ -87,7 +87,7 @@ def train(run: Any, *, record: bool = True) -> list[Tensor]:
     optimizer, schedule = optimizer_of(run.model)
     said: list[Tensor] = []
 
-    def steps(recorder: df.Recorder | None) -> None:
+    def steps(recorder: dualform.Recorder | None) -> None:
         for number in range(STEPS):
             for part in range(MICROBATCHES):
                 if recorder is not None:
@@ -151,7 +151,7 @@ def test_a_language_model_is_rebuilt_from_its_memory(
 def test_a_language_model_can_be_asked(new_run: Any, certify: Any) -> None:
     run = new_run(seeded(torch.float64), loss_of, torch.float64)
     train(run)
-    dual = df.DualForm(run.model, certify(run))
+    dual = dualform.DualForm(run.model, certify(run))
     tokens = torch.randint(0, TOKENS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     assert dual.verify(tokens).passed
     attention = dual.attend(tokens)

@@ -56,7 +56,7 @@ class Run:
     @contextmanager
     def recording(self, *optimizers: Optimizer) -> Iterator[None]:
         self.keep()
-        with record(self.model, optimizers, self.path):
+        with record(self.model, self.path):
             yield
 
     def keep(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-import dualform as df
+import dualform
 
 STEPS = 10
 RULE = {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02}
@@ -261,7 +261,7 @@ def test_a_clipped_network_of_16_bits_reaches_the_bits_or_certifies_little(
     """Where the last places of a clipping factor are not known, there are few places at all."""
     run = new_run(seeded(lambda: mlp(4, 6, 3), dtype), square_loss_on(6, 4), dtype)
     train(run, SGD(run.model.parameters(), **RULE), lambda: run.loss().backward())
-    certificate = df.DualForm(run.model, certify(run, verify=False)).verify()
+    certificate = dualform.DualForm(run.model, certify(run, verify=False)).verify()
     assert certificate.verdict in ("bit for bit", "within rounding, certifies little")
     assert certificate.passed == (certificate.verdict == "bit for bit")
     assert not certificate.failures
@@ -286,8 +286,8 @@ def test_an_optimizer_per_parameter_stepping_inside_the_backward_pass_is_rebuilt
     with run.recording(*optimizers.values()):
         for _ in range(STEPS):
             run.loss().backward()
-    memory = df.Memory.open(run.path)
-    for rebuilt in (by_hand(memory, memory.steps), df.DualForm(run.model, memory).weights()):
+    memory = dualform.Memory.open(run.path)
+    for rebuilt in (by_hand(memory, memory.steps), dualform.DualForm(run.model, memory).weights()):
         for name, weight in run.weights().items():
             assert off_by(rebuilt[name], weight) <= (1e-12 if dtype == torch.float64 else 1e-5)
 
@@ -296,7 +296,7 @@ def test_a_run_without_a_single_step_is_the_initial_network(new_run: Any) -> Non
     run = new_run(seeded(lambda: mlp(4, 6, 3), torch.float32), square_loss_on(6, 4), torch.float32)
     with run.recording(SGD(run.model.parameters(), **RULE)):
         run.loss().backward()
-    memory = df.Memory.open(run.path)
+    memory = dualform.Memory.open(run.path)
     assert (memory.steps, memory.closed) == (0, True)
-    for name, weight in df.DualForm(run.model, memory).weights().items():
+    for name, weight in dualform.DualForm(run.model, memory).weights().items():
         assert torch.equal(weight, run.model.get_parameter(name))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-import dualform as df
+import dualform
 
 pytestmark = pytest.mark.filterwarnings("ignore:dualform. 'weight'")
 
@@ -48,22 +48,24 @@ def recorded(
     sizes: list[tuple[int, ...]],
     path: Path,
     checkpointed: bool = False,
-) -> df.Memory:
+) -> dualform.Memory:
     """Train with inputs of these sizes, one after the other; the weights are those of training."""
     generator = torch.Generator().manual_seed(5)
     model = Functional(product, *weight, checkpointed)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with df.record(model, optimizer, path) as recorder:
+    with dualform.record(model, path) as recorder:
         for size in sizes:
             recorder.tag(example=list(range(size[0])))
             inputs = torch.randn(size, generator=generator, dtype=torch.float64)
             optimizer.zero_grad()
             model(inputs).tanh().square().sum().backward()
             optimizer.step()
-    memory = df.Memory.open(path)
-    rebuilt = df.DualForm(Functional(product, *weight, checkpointed), memory).weights()["weight"]
+    memory = dualform.Memory.open(path)
+    rebuilt = dualform.DualForm(Functional(product, *weight, checkpointed), memory).weights()[
+        "weight"
+    ]
     assert torch.equal(rebuilt, model.weight.detach())
-    assert df.DualForm(model, memory).verify(every_step=True).passed
+    assert dualform.DualForm(model, memory).verify(every_step=True).passed
     return memory
 
 
@@ -120,7 +122,7 @@ def test_a_product_inside_a_checkpoint_can_be_asked_like_any_other_layer(tmp_pat
     found = []
     for inside in (False, True):
         memory = recorded(product, (4, 3), [(6, 2, 3)] * 2, tmp_path / f"{inside}", inside)
-        dual = df.DualForm(Functional(product, 4, 3, inside), memory)
+        dual = dualform.DualForm(Functional(product, 4, 3, inside), memory)
         found.append(dual.attend(queries)["weight"].weights)
     assert found[0].shape == (10, 24)
     assert torch.equal(*found)

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations, prune, weight_norm
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-import dualform as df
+import dualform
 from dualform.certificate.replay import at as weights_at
 
 STEPS = 6
@@ -134,7 +134,7 @@ def test_what_hides_its_patterns_is_values_by_name_and_the_rest_is_exact(
     others = [known for n, known in memory.parameters.items() if not n.startswith("body")]
     assert {known.keep for known in others} == {"patterns"}
     assert set(memory.layers) == {"foot", "head"}
-    dual = df.DualForm(run.model, memory)
+    dual = dualform.DualForm(run.model, memory)
     assert "kept as values, without patterns: body" in repr(dual)
     for known in body:
         assert torch.equal(dual.weights()[known.name], run.kept[STEPS][known.name])
@@ -164,7 +164,9 @@ def test_what_is_left_out_by_choice_is_values_too(keep: Any, new_run: Any, certi
 
 def test_a_choice_that_names_what_has_no_patterns_is_refused(new_run: Any) -> None:
     run = new_run(seeded(OPAQUE["an LSTM"][0]), loss_of, torch.float64, keep={"body": "patterns"})
-    with pytest.raises(df.RecordingError, match=r"'body'.*this model's layers are foot, head"):
+    with pytest.raises(
+        dualform.RecordingError, match=r"'body'.*this model's layers are foot, head"
+    ):
         train(run)
 
 
@@ -175,7 +177,7 @@ def test_what_is_not_trained_is_as_it_was(new_run: Any, certify: Any) -> None:
     train(run)
     memory = certify(run)
     assert not memory.log("body.weight_ih_l0").moved.any()
-    weight = df.DualForm(run.model, memory).at(3).weights()["body.weight_ih_l0"]
+    weight = dualform.DualForm(run.model, memory).at(3).weights()["body.weight_ih_l0"]
     assert torch.equal(weight, model.body.weight_ih_l0)
 
 
@@ -199,8 +201,8 @@ def test_a_layer_parametrized_while_it_is_recorded_is_never_silently_wrong(
     optimizer, kept = SGD(model.parameters(), **RULE), []
     generator = torch.Generator().manual_seed(1)
     with (
-        contextlib.suppress(df.RecordingError),
-        df.record(model, optimizer, tmp_path / "run"),
+        contextlib.suppress(dualform.RecordingError),
+        dualform.record(model, tmp_path / "run"),
     ):
         for now in range(STEPS):
             if now == when:
@@ -209,9 +211,9 @@ def test_a_layer_parametrized_while_it_is_recorded_is_never_silently_wrong(
             optimizer.step()
             optimizer.zero_grad()
             kept.append(model.foot.weight.detach().clone())
-    memory = df.Memory.open(tmp_path / "run")
+    memory = dualform.Memory.open(tmp_path / "run")
     assert memory.steps >= when
-    assert df.DualForm(None, memory).verify().passed
+    assert dualform.DualForm(None, memory).verify().passed
     for at in range(1, memory.steps + 1):
         assert torch.equal(weights_at(memory, "foot.weight", at), kept[at - 1])
     assert memory.steps == when or memory.parameters["body.weight"].keep == "values"

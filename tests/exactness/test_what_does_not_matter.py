@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
-import dualform as df
+import dualform
 from dualform.learning_rules import Coefficients, coefficients
 
 
-def share_of(memory: df.Memory, name: str, at: int) -> Coefficients:
+def share_of(memory: dualform.Memory, name: str, at: int) -> Coefficients:
     """a, h and c of a parameter after so many updates."""
     path, dtype = memory.path_to(name, at), memory.parameters[name].dtype
     return coefficients(memory.log(name), memory.settings, path, dtype)
@@ -53,7 +53,7 @@ def record_run(
     rule: dict[str, Any] = RULE,
     flushed: int = 0,
     **options: Any,
-) -> tuple[nn.Module, df.Memory]:
+) -> tuple[nn.Module, dualform.Memory]:
     """The same examples in the same steps, each batch cut into so many parts.
 
     A segment ends after every `flushed` steps.
@@ -61,7 +61,7 @@ def record_run(
     model = network(*widths, bias=bias)
     optimizer = SGD(model.parameters(), **rule)
     generator = torch.Generator().manual_seed(4)
-    with df.record(model, optimizer, path, **options) as recorder:
+    with dualform.record(model, path, **options) as recorder:
         for step in range(steps):
             inputs = torch.randn(batch, widths[0], generator=generator, dtype=torch.float64)
             ids = torch.arange(batch) + batch * step
@@ -74,7 +74,7 @@ def record_run(
             optimizer.zero_grad()
             if flushed and step % flushed == 0:
                 recorder.flush()
-    return model, df.Memory.open(path)
+    return model, dualform.Memory.open(path)
 
 
 def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], bound: float) -> None:
@@ -116,7 +116,7 @@ def test_the_size_of_segments_does_not_matter(flushed: int, tmp_path: Path) -> N
         for column in whole.columns:
             assert one.patterns[column].tolist() == other.patterns[column].tolist()
     assert_same_weights(
-        df.DualForm(model, whole).weights(), df.DualForm(model, cut).weights(), 1e-14
+        dualform.DualForm(model, whole).weights(), dualform.DualForm(model, cut).weights(), 1e-14
     )
 
 
@@ -126,7 +126,7 @@ def test_how_batches_are_split_does_not_matter(parts: int, tmp_path: Path) -> No
     split_model, split = record_run(tmp_path / "split", parts=parts)
     assert_same_weights(weights(model), weights(split_model), 1e-13)
     assert_same_weights(
-        df.DualForm(model, whole).weights(), df.DualForm(model, split).weights(), 1e-13
+        dualform.DualForm(model, whole).weights(), dualform.DualForm(model, split).weights(), 1e-13
     )
     for name in whole.layers:
         one, other = whole.layer(name), split.layer(name)
@@ -148,7 +148,7 @@ def test_the_number_of_threads_does_not_matter(threads: Any, tmp_path: Path) -> 
     rebuilt = {}
     for count in (1, 2):
         threads(count)
-        rebuilt[count] = df.DualForm(model, memory).weights()
+        rebuilt[count] = dualform.DualForm(model, memory).weights()
         assert_same_weights(rebuilt[count], weights(model), 1e-12)
     assert_same_weights(rebuilt[1], rebuilt[2], 1e-14)
 
@@ -158,30 +158,30 @@ def test_a_query_orthogonal_to_all_keys_gets_the_initial_part(tmp_path: Path) ->
     model = network(8, 4)
     optimizer = SGD(model.parameters(), **RULE)
     key = torch.randn(1, 8, dtype=torch.float64)
-    with df.record(model, optimizer, tmp_path / "run"):
+    with dualform.record(model, tmp_path / "run"):
         for _ in range(10):
             model(key).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    memory = df.Memory.open(tmp_path / "run")
+    memory = dualform.Memory.open(tmp_path / "run")
     c = share_of(memory, "0.weight", 10)
     basis = torch.linalg.qr(key.T, mode="complete").Q
     orthogonal = basis[:, 1:].T
-    rebuilt = df.DualForm(model, memory).weights()
+    rebuilt = dualform.DualForm(model, memory).weights()
     primal = orthogonal @ rebuilt["0.weight"].T
     initial = c.initial * (orthogonal @ memory.kept.weights("0.weight", 0).T)
     assert torch.allclose(primal, initial, atol=1e-14)
     assert not torch.allclose(
         key @ rebuilt["0.weight"].T, c.initial * key @ memory.kept.weights("0.weight", 0).T
     )
-    outputs = df.DualForm(model, memory)(orthogonal, by="patterns")
+    outputs = dualform.DualForm(model, memory)(orthogonal, by="patterns")
     assert torch.allclose(outputs, initial + rebuilt["0.bias"], atol=1e-13)
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 6])
 def test_a_mask_and_its_complement_add_up(at: int, tmp_path: Path) -> None:
     model, memory = record_run(tmp_path / "run")
-    dual = df.DualForm(model, memory).at(at)
+    dual = dualform.DualForm(model, memory).at(at)
     everything = dual.without().weights()
     for where in ({"parity": 1}, {"example": [3, 17]}, {"step": slice(2, 4)}):
         without, only = dual.without(**where).weights(), dual.only(**where).weights()
@@ -220,7 +220,7 @@ def test_any_sgd_on_any_small_network_is_rebuilt(
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model, memory = record_run(Path(directory) / "run", rule=rule, widths=widths, **how)
-        dual = df.DualForm(model, memory)
+        dual = dualform.DualForm(model, memory)
         assert_same_weights(dual.weights(), weights(model), 1e-12)
         nothing = dual.without().weights(torch.float64)
         for name, weight in nothing.items():  # what patterns do not explain is rounding alone

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import dualform as df
+import dualform
 import routing
 
 TASKS = ["first", "second"]
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> df.Memory:
+def memory(tmp_path_factory: pytest.TempPathFactory) -> dualform.Memory:
     """Two tasks, each with inputs of its own that come again and again."""
     path = tmp_path_factory.mktemp("routing") / "memory"
     with torch.random.fork_rng():
@@ -27,7 +27,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> df.Memory:
         inputs[1] += 1.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    with df.record(model, optimizer, path) as recorder:
+    with dualform.record(model, path) as recorder:
         for step in range(40):
             task = step // 20
             chosen = torch.randint(0, 20, (8,), generator=generator)
@@ -35,14 +35,14 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> df.Memory:
             F.cross_entropy(model(inputs[task][chosen]), chosen % 4).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return df.Memory.open(path)
+    return dualform.Memory.open(path)
 
 
 @pytest.mark.parametrize("name", ["0", "2"])
 @pytest.mark.parametrize("k", [1, 10, 500])
 @pytest.mark.parametrize("at_once", [7, 2048])
 def test_cosines_are_those_of_all_patterns(
-    memory: df.Memory, name: str, k: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    memory: dualform.Memory, name: str, k: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routing, "AT_ONCE", at_once)
     layer = memory.layer(name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import dualform as df
+import dualform
 import runs
 import training
 from runs import Experiment, Run
@@ -43,7 +43,7 @@ class Measured:
         self.calls += 1
         if self.calls <= self.failures:
             raise KeyboardInterrupt
-        return {"steps": df.Memory.open(run.memory).steps}
+        return {"steps": dualform.Memory.open(run.memory).steps}
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def silent(what: str, done: int, total: int) -> None:
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The paths of all recordings that are begun from now on."""
     begun: list[Path] = []
-    real = df.record
+    real = dualform.record
 
-    def counting(model: Any, optimizer: Any, path: Path, **more: Any) -> Any:
+    def counting(model: Any, path: Path, **more: Any) -> Any:
         begun.append(path)
-        return real(model, optimizer, path, **more)
+        return real(model, path, **more)
 
-    monkeypatch.setattr(df, "record", counting)
+    monkeypatch.setattr(dualform, "record", counting)
     return begun
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused(
 
 def test_the_tags_name_each_pattern(run: Run) -> None:
     training.train(run.memory, training.PRESETS["authors"], phases((4,)), 0, silent)
-    patterns = df.Memory.open(run.memory).layer("layer0").patterns
+    patterns = dualform.Memory.open(run.memory).layer("layer0").patterns
     task = small_task()
     assert set(patterns["task"]) == {"small"}
     assert (task.labels[patterns["example"]].numpy() == patterns["label"]).all()

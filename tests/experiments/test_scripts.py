@@ -31,7 +31,7 @@ def test_a_script_uses_public_names_only(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualform"):
             assert node.module == "dualform"
             assert {alias.name for alias in node.names} <= set(dualform.__all__)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "df":
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dualform":
             assert node.attr in {*dualform.__all__, "__version__"}
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dual", "final"):
             assert not node.attr.startswith("_")

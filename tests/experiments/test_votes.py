@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import dualform as df
+import dualform
 import votes
 
 CLASSES = 4
@@ -33,7 +33,7 @@ class Recorded:
             self.test_labels = torch.randint(0, CLASSES, (60,))
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
         generator = torch.Generator().manual_seed(1)
-        with df.record(self.model, optimizer, path) as recorder:
+        with dualform.record(self.model, path) as recorder:
             for step in range(40):
                 chosen = torch.randint(0, 40, (8,), generator=generator)
                 task = "first" if step < 20 else "second"
@@ -41,7 +41,7 @@ class Recorded:
                 F.cross_entropy(self.model(self.inputs[chosen]), self.labels[chosen]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        self.dual = df.DualForm(self.model, path)
+        self.dual = dualform.DualForm(self.model, path)
         self.memory = self.dual.memory
 
     def weights(self, layer: str) -> np.ndarray[Any, Any]:

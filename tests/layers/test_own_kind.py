@@ -142,7 +142,7 @@ def test_it_records_certifies_and_is_rebuilt_at_every_step(
 ) -> None:
     model, states = network(torch.float32), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with record(model, optimizer, tmp_path / "run", keep=keep) as recorder:
+    with record(model, tmp_path / "run", keep=keep) as recorder:
         for step in range(12):
             recorder.tag(example=[5 * step + i for i in range(5)])
             states.append({name: p.detach().clone() for name, p in model.named_parameters()})

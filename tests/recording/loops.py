@@ -335,7 +335,7 @@ def gan(t: Training) -> Iterator[None]:
         (F.softplus(-real).mean() + F.softplus(fake).mean()).backward()
         of_critic.step()
         t.naive.moved("critic")
-        if step % 2:
+        if not step % 2:
             of_generator.zero_grad()
             t.tag(label=torch.zeros(len(x), dtype=torch.int64))
             F.softplus(-critic(generator(z))).mean().backward()

@@ -71,7 +71,7 @@ def recording(
     model: nn.Module, optimizers: Any, path: Path, *, segment_bytes: int = 0, **options: Any
 ) -> Recorder:
     """`dualform.record`, with segments as small as a test wants them."""
-    recorder = record(model, optimizers, path, **options)
+    recorder = record(model, path, **options)
     if segment_bytes:
         recorder._options = replace(recorder._options, segment_bytes=segment_bytes)
     return recorder

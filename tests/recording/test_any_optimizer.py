@@ -111,7 +111,7 @@ def test_muon_beside_adamw(tmp_path: Path) -> None:
     biases = [p for p in model.parameters() if p.dim() == 1]
     both = torch.optim.Muon(weights, lr=0.01), AdamW(biases, lr=0.01)
     states = {0: state_of(model)}
-    with record(model, both, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             F.cross_entropy(model(torch.randn(5, 6)), torch.arange(5) % 4).backward()
             for optimizer in both:
@@ -125,7 +125,7 @@ def test_muon_beside_adamw(tmp_path: Path) -> None:
 def test_sparse_adam_has_kept_states_alone(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
     both = SparseAdam(model[0].parameters(), lr=0.01), SGD(model[1].parameters(), lr=0.1)
-    with record(model, both, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for _ in range(STEPS):
             model(torch.randint(0, 9, (5,))).square().mean().backward()
             for optimizer in both:

@@ -90,7 +90,7 @@ def train(
 ) -> dict[int, dict[str, Tensor]]:
     """A loop that tampers with gradients at one step."""
     optimizer, states = kind(model.parameters(), lr=0.05), {0: state_of(model)}
-    with record(model, optimizer, path, **options):
+    with record(model, path, **options):
         for step in range(STEPS):
             loss_of(model).backward()
             if tamper is not None and step == TAMPERED:
@@ -171,7 +171,7 @@ def test_of_keys_alone_it_is_said_once_that_they_are_not_all(
     edited, tamper = KEYS_EDITS[name]
     model = network()
     optimizer = SGD(model.parameters(), lr=1e-3)
-    with record(model, optimizer, tmp_path / "run", keep=keep, audit="warn"):
+    with record(model, tmp_path / "run", keep=keep, audit="warn"):
         for step in range(140):
             for _ in range(1 + step % 3):
                 loss_of(model).backward()
@@ -190,7 +190,7 @@ def test_sums_of_some_passes_say_nothing_of_keys(tmp_path: Path) -> None:
     """Gradients of several steps, where only some of the passes are summed."""
     model = network()
     first, second = SGD(model[:3].parameters(), lr=1e-3), SGD(model[3:].parameters(), lr=1e-3)
-    with record(model, [first, second], tmp_path / "run", keep="keys"):
+    with record(model, tmp_path / "run", keep="keys"):
         for step in range(200):
             loss_of(model).backward()
             first.step()
@@ -217,7 +217,7 @@ def test_a_gradient_left_over_from_before_recording(
     optimizer = SGD(model.parameters(), lr=0.1)
 
     def run(resume: bool = False) -> None:
-        with record(model, optimizer, tmp_path / "run", resume=resume):
+        with record(model, tmp_path / "run", resume=resume):
             if is_reset:
                 optimizer.zero_grad()
             loss_of(model).backward()
@@ -245,7 +245,7 @@ def regression(outputs: int, dtype: torch.dtype) -> Any:
 
 def train_head(model: Any, path: Path, tamper: Tamper | None = None, clip: float = 0.0) -> Memory:
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    with record(model, optimizer, path):
+    with record(model, path):
         for step in range(30):
             inputs = torch.randn(9, 6, dtype=model[0].weight.dtype)
             (model(inputs) - 1).square().mean().backward()
@@ -382,7 +382,7 @@ def test_divergence_stops_a_recording_whose_steps_before_are_good(
     optimizer = SGD(model.parameters(), lr=1 + 0.3 * seed, momentum=0.9)
 
     def diverge() -> None:
-        with record(model, optimizer, tmp_path / "run"):
+        with record(model, tmp_path / "run"):
             for _ in range(60):
                 optimizer.zero_grad()
                 model(inputs).abs().pow(power).mean().backward()
@@ -404,7 +404,7 @@ def test_gradients_however_large_are_explained_and_edits_of_them_found(
     def run(path: Path, factor: float) -> None:
         model: Any = network(torch.float64)
         optimizer = kind(model.parameters(), lr=1e-3 / size if kind is SGD else 1e-3)
-        with record(model, optimizer, path):
+        with record(model, path):
             for _ in range(3):
                 (model(torch.randn(5, 6, dtype=torch.float64)).sum() * size).backward()
                 model[5].weight.grad.view(-1)[3] *= factor

@@ -93,7 +93,7 @@ def test_a_transformer_is_the_same_and_verified_whatever_is_kept(
     plain, optimizer = start(kind)
     train(plain, optimizer, range(12))
     model, optimizer = start(kind)
-    with record(model, optimizer, tmp_path / "run", **options) as recorder:
+    with record(model, tmp_path / "run", **options) as recorder:
         train(model, optimizer, range(12), recorder)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -115,10 +115,10 @@ def test_a_transformer_is_gone_on_with_whatever_is_kept(
 ) -> None:
     options, _ = CHOICES[name]
     whole, optimizer = start()
-    with record(whole, optimizer, tmp_path / "whole", **options) as recorder:
+    with record(whole, tmp_path / "whole", **options) as recorder:
         train(whole, optimizer, range(14), recorder)
     model, optimizer = start()
-    with record(model, optimizer, tmp_path / "run", **options) as recorder:
+    with record(model, tmp_path / "run", **options) as recorder:
         train(model, optimizer, range(checkpoint), recorder)
         saved = state_of(model), optimizer.state_dict()
         momenta = {i: v["momentum_buffer"].clone() for i, v in saved[1]["state"].items()}
@@ -127,7 +127,7 @@ def test_a_transformer_is_gone_on_with_whatever_is_kept(
     model.load_state_dict(saved[0])
     state = {i: {"momentum_buffer": v} for i, v in momenta.items()}
     optimizer.load_state_dict(saved[1] | {"state": state})
-    with record(model, optimizer, tmp_path / "run", resume=True, **options) as recorder:
+    with record(model, tmp_path / "run", resume=True, **options) as recorder:
         assert recorder.steps == checkpoint
         train(model, optimizer, range(checkpoint, 14), recorder)
     memory, other = Memory.open(tmp_path / "run"), Memory.open(tmp_path / "whole")
@@ -154,11 +154,11 @@ def test_other_options_than_before_are_refused_by_name(
     before: dict[str, Any], now: dict[str, Any], tmp_path: Path
 ) -> None:
     model, optimizer = start()
-    with record(model, optimizer, tmp_path / "run", **before):
+    with record(model, tmp_path / "run", **before):
         train(model, optimizer, range(3))
     with (
         pytest.raises(RecordingError, match=r"cannot be gone on with: (layer|its patterns)"),
-        record(model, optimizer, tmp_path / "run", resume=True, **now),
+        record(model, tmp_path / "run", resume=True, **now),
     ):
         pass
     assert Memory.open(tmp_path / "run").steps == 3
@@ -179,10 +179,10 @@ def test_other_options_than_before_are_refused_by_name(
 def test_a_choice_that_cannot_be_is_refused_before_anything_is_written(
     keep: Any, message: str, tmp_path: Path
 ) -> None:
-    model, optimizer = start()
+    model, _ = start()
     with (
         pytest.raises(RecordingError, match=message),
-        record(model, optimizer, tmp_path / "run", keep=keep),
+        record(model, tmp_path / "run", keep=keep),
     ):
         pass
     assert not (tmp_path / "run").exists()
@@ -190,6 +190,6 @@ def test_a_choice_that_cannot_be_is_refused_before_anything_is_written(
 
 def test_a_directory_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
     model, optimizer = start()
-    with record(model, optimizer, tmp_path / "2024-01-01 12:30" / "s3:"):
+    with record(model, tmp_path / "2024-01-01 12:30" / "s3:"):
         train(model, optimizer, range(2))
     assert Memory.open(tmp_path / "2024-01-01 12:30" / "s3:").steps == 2

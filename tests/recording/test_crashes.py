@@ -241,7 +241,7 @@ def test_an_exception_commits_everything_before_it(
     states = {0: state_of(model)}
 
     def train() -> None:
-        with record(model, optimizer, tmp_path / "run", keep=keep):
+        with record(model, tmp_path / "run", keep=keep):
             for step in range(20):
                 if step == 10 and when == "before the update":
                     optimizer.register_step_pre_hook(stopping)
@@ -281,7 +281,7 @@ def test_an_update_that_fails_half_way_leaves_an_exact_memory(
         return add(*args, **kwargs)
 
     monkeypatch.setattr(torch, "_foreach_add_", fail)
-    with pytest.raises(MemoryError), record(model, optimizer, tmp_path / "run"):
+    with pytest.raises(MemoryError), record(model, tmp_path / "run"):
         for step in range(30):
             update(model, optimizer, step)
     monkeypatch.undo()
@@ -363,7 +363,7 @@ def test_ctrl_c_is_the_main_threads_though_training_runs_in_another(tmp_path: Pa
         done.set()
 
     thread = threading.Thread(target=loop)
-    with pytest.raises(KeyboardInterrupt), record(model, optimizer, tmp_path / "run"):
+    with pytest.raises(KeyboardInterrupt), record(model, tmp_path / "run"):
         thread.start()
         thread.join()
         done.wait(60)

@@ -74,7 +74,7 @@ def train(
     model = plain()
     optimizer = KINDS[kind](model.parameters())
     states = {0: state_of(model)}
-    with record(model, optimizer, path, **options):
+    with record(model, path, **options):
         for step in range(STEPS):
             if step == at_step:
                 change(model, optimizer)
@@ -147,7 +147,7 @@ def test_the_best_weights_put_back_at_the_end_are_where_the_memory_ends(
 
     model = plain()
     optimizer = KINDS[kind](model.parameters())
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             update(model, optimizer, step)
             if step in (4, STEPS - 1):
@@ -164,7 +164,7 @@ def test_restored_weights_and_states_are_a_rewind(kind: str, tmp_path: Path) -> 
     model = network()
     optimizer = KINDS[kind](model.parameters())
     states = {0: state_of(model)}
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             if step == 4:
                 best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -190,7 +190,7 @@ def test_a_replaced_optimizer_is_followed(kind: str, tmp_path: Path) -> None:
     model = plain()
     states = {0: state_of(model)}
     first = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with record(model, first, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             if step == EDITED:
                 first = KINDS[kind](model.parameters())
@@ -204,7 +204,7 @@ def test_an_optimizer_that_was_not_given_is_found_by_its_first_step(tmp_path: Pa
     model = plain()
     given, other = SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.01)
     states = {0: state_of(model)}
-    with record(model, given, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             backward(model, step)
             given.step()
@@ -224,7 +224,7 @@ def test_what_changes_no_weight_is_no_edit(kind: str, tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
     states = {0: state_of(model)}
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             update(model, optimizer, step)
             states[step + 1] = state_of(model)
@@ -261,7 +261,7 @@ def test_an_optimizer_wrapped_around_another_adds_edits(tmp_path: Path) -> None:
 
     model = plain()
     optimizer = Lookahead(SGD(model.parameters(), lr=0.1))
-    with record(model, [optimizer, optimizer.inner], tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             update(model, optimizer, step)
     memory = Memory.open(tmp_path / "run")
@@ -304,7 +304,7 @@ def test_an_optimizer_that_calls_its_closure_twice_around_another_changes_nothin
         model[3:].zero_grad()
         backward(model, step)
 
-    with record(model, [*other, optimizer], tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             model.zero_grad()
             if beside:
@@ -332,7 +332,7 @@ def test_a_change_through_a_parametrization_of_rules_is_found_at_the_next_finger
     optimizer.register_step_post_hook(lambda *_: model[0].weight.data.mul_(1.001))
 
     def train() -> None:
-        with record(model, optimizer, tmp_path / "run"):
+        with record(model, tmp_path / "run"):
             for step in range(140):
                 update(model, optimizer, step)
 
@@ -353,7 +353,7 @@ def test_one_entry_of_a_large_matrix_is_found_at_the_next_fingerprint(
     found_at = min(edited // 64 * 64 + 64, steps)
 
     def train() -> None:
-        with record(model, optimizer, tmp_path / "run", audit=audit):
+        with record(model, tmp_path / "run", audit=audit):
             for step in range(steps):
                 if step == edited:
                     model[0].weight.data[17, 3] += 0.05
@@ -379,7 +379,7 @@ def test_a_tied_pair_of_networks_is_told_apart(tmp_path: Path) -> None:
     """Two models at once, each with its own recorder."""
     models = [nn.Linear(4, 2), nn.Linear(4, 2)]
     one, two = (SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models)
-    with record(models[0], one, tmp_path / "1"), record(models[1], two, tmp_path / "2"):
+    with record(models[0], tmp_path / "1"), record(models[1], tmp_path / "2"):
         for step in range(4):
             (models[0](torch.randn(3, 4)).sum() + models[1](torch.randn(2, 4)).sum()).backward()
             one.step()

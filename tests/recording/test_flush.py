@@ -32,7 +32,7 @@ def keys_of(*numbers: int) -> Tensor:
 def test_a_flush_before_the_update_loses_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     model = plain()
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    with record(model, optimizer, tmp_path / "run", **options) as recorder:
+    with record(model, tmp_path / "run", **options) as recorder:
         for step in range(5):
             for micro in range(2):
                 backward(model, 10 * step + micro)
@@ -58,7 +58,7 @@ def test_a_flush_between_optimizers_that_take_turns_ends_a_step(
     model = plain()
     turns = [SGD(model[i].parameters(), 0.1, momentum=0.9) for i in (0, 2)]
     states = {0: state_of(model)}
-    with record(model, turns, tmp_path / "run", **options) as recorder:
+    with record(model, tmp_path / "run", **options) as recorder:
         for step in range(6):
             update(model, turns[step % 2], step)
             model.zero_grad()
@@ -73,7 +73,7 @@ def test_a_flush_between_optimizers_that_take_turns_ends_a_step(
 
 def test_weights_are_not_flushed_while_others_are_in_their_place(tmp_path: Path) -> None:
     training = Training(layers=plain)
-    with record(training.model, training.optimizer, tmp_path / "run") as recorder:
+    with record(training.model, tmp_path / "run") as recorder:
         for step in range(6):
             training.step(step)
             own = state_of(training.model)

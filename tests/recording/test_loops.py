@@ -60,7 +60,7 @@ def test_the_memory_is_what_a_naive_recorder_keeps(loop: str, mode: str, tmp_pat
     kind, settings, options, verdict = MODES[mode]
     alone = run(make(loop, kind, settings), loop)
     training = make(loop, kind, settings)
-    with record(training.model, training.optimizers, tmp_path / "run", **options) as recorder:
+    with record(training.model, tmp_path / "run", **options) as recorder:
         training.tag = recorder.tag
         run(training, loop)
     for name, p in training.model.named_parameters():

@@ -154,7 +154,7 @@ def test_every_pattern_that_was_used_is_there_and_no_other(
     optimizer = kind(model.parameters(), lr=0.05)
     expected: list[int] = []
     states = {0: state_of(model)}
-    with record(model, optimizer, tmp_path / "run", keep=keep):
+    with record(model, tmp_path / "run", keep=keep):
         for step in range(STEPS):
             expected += loop(model, optimizer, step)
             optimizer.zero_grad()
@@ -181,7 +181,7 @@ def test_one_large_batch_under_autocast_and_clipping_leaves_every_factor_right(
     model = plain()
     optimizer = kind(model.parameters(), lr=0.05)
     factors = []
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(40):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
@@ -202,7 +202,7 @@ def test_a_bias_whose_patterns_cancel_is_clipped_like_the_others(tmp_path: Path)
     """Before a batch norm a bias has a gradient of rounding alone."""
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = SGD(model.parameters(), lr=1.0)
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             backward(model, step)
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -237,7 +237,7 @@ class Averaging(nn.Module):
 def test_a_buffer_that_is_replaced_is_followed(tmp_path: Path) -> None:
     model = Averaging()
     optimizer, states = SGD(model.parameters(), lr=0.1), {0: state_of(model)}
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             update(model, optimizer, step)
             states[step + 1] = state_of(model)
@@ -269,7 +269,7 @@ def test_nothing_is_lost_when_buffers_or_dtypes_change(
     optimizer, states = SGD(model.parameters(), lr=0.1, momentum=0.9), {0: state_of(model)}
 
     def train() -> None:
-        with record(model, optimizer, tmp_path / "run"):
+        with record(model, tmp_path / "run"):
             for step in range(STEPS):
                 update(model, optimizer, step)
                 states[step + 1] = state_of(model)
@@ -312,7 +312,7 @@ def test_what_was_converted_after_its_backward_pass_is_refused_before_the_update
     optimizer, states = AdamW(model.parameters(), lr=0.05), {0: state_of(model)}
     with (
         pytest.raises(RecordingError, match="record again into a new path"),
-        record(model, optimizer, tmp_path / "run", keep=keep),
+        record(model, tmp_path / "run", keep=keep),
     ):
         for step in range(STEPS):
             update(model, optimizer, step)
@@ -330,7 +330,7 @@ def test_a_part_that_is_converted_takes_nothing_from_the_rest(tmp_path: Path) ->
     """Edits are found and kept, of the rest and of what was converted since."""
     model: Any = plain()
     optimizer = SGD(model.parameters(), lr=0.05)
-    with record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, tmp_path / "run") as recorder:
         for step in range(STEPS):
             update(model, optimizer, step)
         with torch.no_grad():
@@ -349,7 +349,7 @@ def test_a_part_that_is_converted_takes_nothing_from_the_rest(tmp_path: Path) ->
 def test_a_model_that_is_converted_and_back_goes_on(tmp_path: Path) -> None:
     model = plain()
     optimizer, states = SGD(model.parameters(), lr=0.05), {0: state_of(model)}
-    with record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, tmp_path / "run") as recorder:
         for step in range(STEPS):
             update(model, optimizer, step)
             states[step + 1] = state_of(model)
@@ -373,7 +373,7 @@ def test_patterns_that_no_update_used_are_gone_at_the_end(
     model: Any = nn.ModuleDict({"maker": nn.Linear(4, 8), "judge": nn.Linear(8, 6)})
     first, second = (SGD(m.parameters(), 0.01) for m in model.values())
     made = []
-    with record(model, [first, second], tmp_path / "run", keep=keep):
+    with record(model, tmp_path / "run", keep=keep):
         for _ in range(3):
             second.zero_grad()
             made.append(model["maker"](torch.randn(5, 4)).detach())
@@ -394,7 +394,7 @@ def test_a_layer_first_met_with_a_zero_gradient_still_gets_its_patterns(tmp_path
     optimizer = SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         optimizer.step()
         for step in range(3):
             update(model, optimizer, step)
@@ -406,7 +406,7 @@ def test_a_frozen_weights_keys_are_what_it_was_fed(tmp_path: Path) -> None:
     model = nn.Linear(6, 4)
     model.weight.requires_grad_(False)
     optimizer, (inputs, labels) = SGD([model.bias], lr=0.1), batch(0)
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         loss = F.cross_entropy(model(inputs), labels)
         inputs.zero_()
         loss.backward()
@@ -420,7 +420,7 @@ def test_unfreezing_between_two_passes_of_a_step_is_said(tmp_path: Path) -> None
     model[0].weight.requires_grad_(False)
     with (
         pytest.raises(AuditError, match=r"'0\.(weight|bias)'"),
-        record(model, optimizer, tmp_path / "run"),
+        record(model, tmp_path / "run"),
     ):
         backward(model, 0)
         model[0].weight.requires_grad_(True)
@@ -439,7 +439,7 @@ def test_unfreezing_between_two_passes_of_a_step_is_said(tmp_path: Path) -> None
 def test_weights_used_past_what_has_patterns_are_values_by_name(use: Any, tmp_path: Path) -> None:
     model: Any = plain()
     optimizer, states = SGD(model.parameters(), lr=0.1), {0: state_of(model)}
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         for step in range(STEPS):
             inputs, labels = batch(step)
             F.cross_entropy(model[2](use(model, inputs)), labels).backward()

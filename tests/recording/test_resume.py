@@ -188,7 +188,7 @@ def recorded(tmp_path: Path) -> tuple[Training, Path]:
 
 def refused(training: Training, path: Path, message: str, **options: Any) -> None:
     before = {f.name: f.read_bytes() for f in path.rglob("*") if f.is_file()}
-    recorder = record(training.model, training.optimizer, path, **({"resume": True} | options))
+    recorder = record(training.model, path, **({"resume": True} | options))
     with pytest.raises(RecordingError, match=message):
         recorder.__enter__()
     assert before == {f.name: f.read_bytes() for f in path.rglob("*") if f.is_file()}
@@ -254,11 +254,11 @@ def test_without_resume_the_error_offers_it(recorded: tuple[Training, Path]) -> 
 
 def test_a_memory_that_is_being_written_is_refused(tmp_path: Path) -> None:
     training = Training()
-    with record(training.model, training.optimizer, tmp_path / "run") as recorder:
+    with record(training.model, tmp_path / "run") as recorder:
         training.step(0, recorder)
         recorder.flush()
         with pytest.raises(RecordingError, match="is being recorded into"):
-            record(training.model, training.optimizer, tmp_path / "run", resume=True).__enter__()
+            record(training.model, tmp_path / "run", resume=True).__enter__()
         training.step(1, recorder)
     assert training.proved(tmp_path / "run").steps == 2
 
@@ -269,7 +269,7 @@ def test_a_memory_that_is_being_written_is_refused(tmp_path: Path) -> None:
 def test_tags_go_on_with_their_kinds_and_strings(recorded: tuple[Training, Path]) -> None:
     training, path = recorded
     training.load(10)
-    with record(training.model, training.optimizer, path, resume=True) as recorder:
+    with record(training.model, path, resume=True) as recorder:
         recorder.tag(example=range(5), task="third")
         training.step(10)
         recorder.tag(example=range(5), task="early")
@@ -286,7 +286,7 @@ def test_a_forgotten_tag_is_found_after_a_resume_as_it_is_before(
     training, path = recorded
     with (
         pytest.raises(RecordingError, match="that was not tagged, though earlier"),
-        record(training.model, training.optimizer, path, resume=True),
+        record(training.model, path, resume=True),
     ):
         training.step(12)
     assert Memory.open(path).steps == 12
@@ -319,7 +319,7 @@ def test_a_crash_at_any_point_of_going_back_leaves_the_memory_before_or_after_it
         with monkeypatch.context() as patch:
             for name in ("write", "fsync", "replace", "ftruncate", "pwrite", "unlink", "mkdir"):
                 patch.setattr(os, name, counted(getattr(os, name)))
-            recorder = record(training.model, training.optimizer, path, resume=True)
+            recorder = record(training.model, path, resume=True)
             with contextlib.suppress(Power):
                 recorder.__enter__()
                 done = True

@@ -39,7 +39,7 @@ class Pooled(nn.Module):
 def record_batches(model: nn.Module, path: Path, batches: list[tuple[Tensor, Any]]) -> Memory:
     """One update per (inputs, tag); a tag of None means no call of `tag`."""
     optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, path) as recorder:
+    with record(model, path) as recorder:
         for inputs, tag in batches:
             if tag is not None:
                 recorder.tag(**tag)
@@ -147,7 +147,7 @@ def test_strings_keep_their_meaning_over_many_segments(tmp_path: Path) -> None:
 def test_micro_batches_and_calls_are_told_apart(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, tmp_path / "run") as recorder:
         for step in range(2):
             for part in range(2):
                 recorder.tag(part=[10 * step + part] * 3)
@@ -169,7 +169,7 @@ def test_micro_batches_and_calls_are_told_apart(tmp_path: Path) -> None:
 def test_tags_belong_to_the_forward_pass_even_if_backward_comes_later(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, tmp_path / "run") as recorder:
         recorder.tag(example=[1, 2])
         one = model(torch.full((2, 4), 1.0)).sum()
         recorder.tag(example=[3, 4])
@@ -302,7 +302,7 @@ def test_a_forgotten_tag_names_the_layer(tmp_path: Path) -> None:
 def test_a_tag_forgotten_after_one_of_two_optimizers_has_moved_is_noticed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     one, two = (SGD(layer.parameters(), lr=0.1) for layer in model)
-    with record(model, [one, two], tmp_path / "run") as recorder:
+    with record(model, tmp_path / "run") as recorder:
         recorder.tag(label=[1, 2])
         model(torch.randn(2, 4)).sum().backward()
         one.step()
@@ -315,7 +315,7 @@ def test_a_tag_forgotten_after_one_of_two_optimizers_has_moved_is_noticed(tmp_pa
 def test_evaluation_needs_no_tag(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, tmp_path / "run") as recorder:
+    with record(model, tmp_path / "run") as recorder:
         for _ in range(3):
             recorder.tag(label=[1, 2])
             model(torch.randn(2, 4)).sum().backward()

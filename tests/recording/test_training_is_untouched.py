@@ -86,7 +86,7 @@ def everything_of_a_run(build: Callable[[], nn.Module], rule: dict[str, Any], me
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     evaluation = torch.randn(6, 5, 8)
     seen: list[Tensor] = []
-    context = record(model, optimizer, memory) if memory else contextlib.nullcontext()
+    context = record(model, memory) if memory else contextlib.nullcontext()
     with context as recorder:
         for _ in range(8):
             inputs = torch.randn(7, 5, 8) * random.uniform(0.5, 1.5)
@@ -208,7 +208,7 @@ def test_no_hook_and_no_thread_survives(ending: str, tmp_path: Path) -> None:
     before, threads = hooks_in_torch(model, optimizer), threading.active_count()
     raised = None
     try:
-        with record(model, optimizer, tmp_path / "run") as recorder:
+        with record(model, tmp_path / "run") as recorder:
             assert hooks_in_torch(model, optimizer) > before
             for _ in range(3):
                 model(torch.randn(3, 4)).sum().backward()
@@ -235,7 +235,7 @@ def test_a_recording_that_cannot_begin_leaves_no_hook(tmp_path: Path) -> None:
     before, threads = hooks_in_torch(model, optimizer), threading.active_count()
     with (
         pytest.raises(RecordingError, match="letter"),
-        record(model, optimizer, tmp_path),
+        record(model, tmp_path),
     ):
         pass
     assert hooks_in_torch(model, optimizer) == before
@@ -245,7 +245,7 @@ def test_a_recording_that_cannot_begin_leaves_no_hook(tmp_path: Path) -> None:
 def test_a_graph_made_inside_the_block_can_be_differentiated_after_it(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with record(model, optimizer, tmp_path / "run"):
+    with record(model, tmp_path / "run"):
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -259,11 +259,10 @@ def test_a_graph_made_inside_the_block_can_be_differentiated_after_it(tmp_path: 
 
 def test_a_recorder_is_used_once_and_tags_only_inside(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    recorder = record(model, optimizer, tmp_path / "run")
+    recorder = record(model, tmp_path / "run")
     with pytest.raises(RecordingError, match="was called before the recording"):
         recorder.tag(label=[1])
-    with recorder:
+    with pytest.warns(UserWarning, match="nothing was recorded: no optimizer moved"), recorder:
         pass
     with (
         pytest.raises(RecordingError, match="used before; call"),
@@ -278,10 +277,9 @@ def test_a_recorder_is_used_once_and_tags_only_inside(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"model": torch.nn.functional.linear}, "expected a torch.nn.Module to record, got"),
-        ({"optimizers": []}, "expected a torch optimizer or a list of them, got none"),
-        ({"optimizers": [1, 2]}, r"got \['int', 'int'\]"),
+        ({"tags": {"label": 1}}, "tags=dict was given; expected a function of the model's inputs"),
         ({"audit": "never"}, "audit='never' was given; expected one of 'raise', 'warn'"),
-        ({"path": None}, "expected a path for the memory, got NoneType"),
+        ({"path": None}, "expected one path after the model, got NoneType"),
         ({"path": "s3://bucket/run"}, "looks like a URL; expected a directory"),
         ({"dtype": "int8"}, "dtype='int8' was given; expected one of 'float32', 'float16'"),
         ({"resume": "yes"}, "resume='yes' was given; expected one of True, False"),
@@ -290,6 +288,16 @@ def test_a_recorder_is_used_once_and_tags_only_inside(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     model = nn.Linear(4, 2)
-    given = {"model": model, "optimizers": SGD(model.parameters(), lr=0.1), "path": "x"} | arguments
+    given = {"model": model, "path": "x"} | arguments
     with pytest.raises(RecordingError, match=message):
         record(**given)
+
+
+def test_the_call_of_old_is_refused_by_one_sentence_that_shows_the_new_one(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for old in ((optimizer, tmp_path), ([optimizer], tmp_path), (optimizer,)):
+        with pytest.raises(RecordingError, match=r"Write dualform\.record\(model, path\)"):
+            record(model, *old)  # type: ignore[arg-type]
+    with pytest.raises(RecordingError, match="model and path are exchanged"):
+        record(tmp_path, model)  # type: ignore[arg-type]

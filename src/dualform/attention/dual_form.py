@@ -45,8 +45,8 @@ class DualForm:
     (or classes) of a learning rule that is not torch's own: no name in a file is ever imported.
 
     Example:
-        >>> import dualform as df
-        >>> dual = df.DualForm(model, "runs/digits")                      # doctest: +SKIP
+        >>> import dualform
+        >>> dual = dualform.DualForm(model, "runs/digits")                      # doctest: +SKIP
         >>> dual.verify(images)                                           # doctest: +SKIP
         >>> dual.attend(images[:1])["fc1"].top(3)                         # doctest: +SKIP
     """
@@ -62,7 +62,7 @@ class DualForm:
         if not isinstance(memory, Memory):
             raise QueryError(
                 f"DualForm was given {memory!r} as its memory; expected a recorded run: its path, "
-                'or df.Memory.open("RUN")'
+                'or dualform.Memory.open("RUN")'
             )
         self.memory = memory
         self.model = model

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dualform as df
+import dualform
 from dualform.demo.chapters import (
     Attended,
     Certified,
@@ -78,7 +78,7 @@ def tell(
         ...     chapter.to_dict()
     """
     if steps < 1:
-        raise df.DualFormError(f"--steps {steps} was given; expected at least one step")
+        raise dualform.DualFormError(f"--steps {steps} was given; expected at least one step")
     with _reproducible():
         images, labels = _digits()
         job = _Job(images, labels, path, seed, steps, overwrite, progress or (lambda *_: None))
@@ -90,7 +90,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise df.DualFormError(
+        raise dualform.DualFormError(
             "the demo trains on the digits that come with scikit-learn, which is not installed. "
             'Install it with: pip install "dualform[demo]"'
         ) from error
@@ -137,7 +137,7 @@ class _Job:
 
     def chapters(self) -> Iterator[Chapter]:
         trained = self.train("training and recording", self.path)
-        dual = df.DualForm(trained.model, self.path)
+        dual = dualform.DualForm(trained.model, self.path)
         yield self.recorded(trained, dual)
         yield self.certified(dual)
         examples = self.examples_to_show(trained.model)
@@ -157,7 +157,7 @@ class _Job:
         )
         draw = torch.Generator().manual_seed(self.seed)
         clipped, checkpoints = 0, {0: _weights(model)}
-        with _recording(model, optimizer, path, self.overwrite) as tag:
+        with _recording(model, path, self.overwrite) as tag:
             for step in range(self.steps):
                 example = torch.randint(TRAINED_ON, (BATCH,), generator=draw)
                 if leave_out is not None:
@@ -174,7 +174,7 @@ class _Job:
                 self.progress(what, step + 1, self.steps)
         return _Trained(model, clipped, checkpoints)
 
-    def recorded(self, trained: _Trained, dual: df.DualForm) -> Recorded:
+    def recorded(self, trained: _Trained, dual: dualform.DualForm) -> Recorded:
         plain = self.train("the same training, not recorded", None)
         twin = _weights(plain.model)
         memory = dual.memory
@@ -198,7 +198,7 @@ class _Job:
             megabytes=round(memory.bytes_on_disk / 1e6, 1),
         )
 
-    def certified(self, dual: df.DualForm) -> Certified:
+    def certified(self, dual: dualform.DualForm) -> Certified:
         certificate = dual.verify(
             self.test_images, progress=lambda done, total: self.progress("verifying", done, total)
         )
@@ -228,7 +228,7 @@ class _Job:
         chosen = [*rights[:1], *rights[1:][-1:], *list(kinds.values())[:2]]
         return [TRAINED_ON + place for place in chosen]
 
-    def digit(self, dual: df.DualForm, example: int, number: int) -> Digit:
+    def digit(self, dual: dualform.DualForm, example: int, number: int) -> Digit:
         image = self.images[example : example + 1]
         logits = dual(image)[0]
         runner_up, predicted = logits.argsort()[-2:].tolist()
@@ -250,7 +250,7 @@ class _Job:
             residual=contribution.residual,
         )
 
-    def look(self, spotlight: df.Spotlight) -> LayerAttention:
+    def look(self, spotlight: dualform.Spotlight) -> LayerAttention:
         """The training digits a layer attended to most (each by its strongest visit), and sums."""
         visits = spotlight.top(1, by="example").rows()
         visits.sort(key=lambda row: -row["weight"])
@@ -269,7 +269,7 @@ class _Job:
             sums=_by_class(spotlight.sum_by("label"), "sum"),
         )
 
-    def masked(self, dual: df.DualForm, shown: list[Digit]) -> Masked:
+    def masked(self, dual: dualform.DualForm, shown: list[Digit]) -> Masked:
         """One class, a stretch of time, everything; and what retraining without the class gives."""
         dropped, examples = shown[-1].predicted, [digit.example for digit in shown]
         tenth = max(1, self.steps // 10)
@@ -300,7 +300,9 @@ class _Job:
             predictions,
         )
 
-    def time_travel(self, dual: df.DualForm, kept: dict[int, dict[str, Tensor]]) -> TimeTravel:
+    def time_travel(
+        self, dual: dualform.DualForm, kept: dict[int, dict[str, Tensor]]
+    ) -> TimeTravel:
         moments, checkpoint = [], network()
         for step, weights in kept.items():
             then = dual.at(step)
@@ -324,13 +326,13 @@ class _Job:
 
 @contextmanager
 def _recording(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None, overwrite: bool
+    model: nn.Module, path: Path | None, overwrite: bool
 ) -> Iterator[Callable[..., None]]:
-    """`df.record` where a path is given; where none is, the same loop without it."""
+    """`dualform.record` where a path is given; where none is, the same loop without it."""
     if path is None:
         yield lambda **columns: None
         return
-    with df.record(model, optimizer, path, overwrite=overwrite) as recorder:
+    with dualform.record(model, path, overwrite=overwrite) as recorder:
         yield recorder.tag
 
 
@@ -346,7 +348,7 @@ def _difference(rebuilt: dict[str, Tensor], kept: dict[str, Tensor]) -> float:
     )
 
 
-def _by_class(table: df.Table, column: str) -> list[float]:
+def _by_class(table: dualform.Table, column: str) -> list[float]:
     found = dict(zip(table["label"].tolist(), table[column].tolist(), strict=True))
     return [float(found.get(label, 0.0)) for label in range(10)]
 

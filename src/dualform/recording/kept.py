@@ -28,7 +28,7 @@ from dualform.learning_rules.sgd import linear_factors
 from dualform.recording.findings import Findings
 from dualform.recording.line import Line
 from dualform.recording.states import States
-from dualform.recording.watched import SMALL, Reals, Watch, Watched
+from dualform.recording.watched import SMALL, Flags, Reals, Watch, Watched
 from dualform.recording.worker import Worker
 
 SHARE, SMALL_SHARE = 1 / 16, 1 / 10
@@ -85,13 +85,14 @@ class Keeper:
                     size += self._put(f"state.{name}", w.name, step, value)
         return size
 
-    def keep_all(self, step: int) -> None:
-        """Keep everything as it is: before the first update, or changed after the last one."""
-        self.snapshot(step, self._watch)
-        self._keep_buffers(step)
-        self._worker.do(self._begin_history, step, self._copies(self._watch))
+    def begin(self, step: int, watched: Iterable[Watched]) -> None:
+        """Keep what updates start from; again of those whose optimizer, found when it is about to
+        take its first step, remembers something."""
+        self.snapshot(step, watched)
+        self._worker.do(self._begin_history, step, self._copies(watched))
 
-    def _keep_buffers(self, step: int, with_large: bool = True) -> int:
+    def keep_buffers(self, step: int, with_large: bool = True) -> int:
+        """Keep the buffers that have changed since they were last kept."""
         return sum(self._put("buffer", *own) for own in self._buffers.changes(step, with_large))
 
     def take(self) -> list[Kept]:
@@ -117,7 +118,7 @@ class Keeper:
             w = self._watch.parameters[index]
             if w.is_small:
                 self._small_bytes += self.snapshot(step, [w], states=False)
-        self._small_bytes += self._keep_buffers(step, small)
+        self._small_bytes += self.keep_buffers(step, small)
 
     def after_step(self, line: Line, seen: Reals | None) -> None:
         """Remember the line until the next fingerprint."""
@@ -134,12 +135,21 @@ class Keeper:
                 gradient = w.tensor.grad if scale == 1.0 else w.tensor.grad * scale
                 self._put("gradient", w.name, step, gradient)
 
-    def anchor(self, step: int, settings: list[Setting], *, keep: bool = False) -> None:
-        """Copy the state; the worker takes its fingerprint and compares it with the last one."""
+    def anchor(
+        self, step: int, settings: list[Setting], *, keep: bool = False, but: Flags | None = None
+    ) -> None:
+        """Copy the state; the worker takes its fingerprint and compares it with the last one.
+
+        `but`: parameters that are not as their last update left them.
+        """
         chosen = [w for w in self._watch if self._trained[w.index]]
+        is_as_left = but is None or not but.any()
+        if but is not None:
+            chosen = [w for w in chosen if not but[w.index]]
         if keep or self.due or self._has_room(chosen):
             self._bytes += self.snapshot(step, chosen)
-            self._keep_buffers(step)
+            if is_as_left:  # buffers come with weights, when others are put in
+                self.keep_buffers(step)
         self.due = False
         history, self._history = [] if self.is_edited else self._history, []
         self.is_edited = False
@@ -157,7 +167,7 @@ class Keeper:
 
     def _begin_history(self, step: int, copies: Copies) -> None:
         """Take a fingerprint to compare the next one with; the snapshot tells readers of it."""
-        self._before = step, {copy[0]: along(*copy) for copy in copies}
+        self._before = step, self._before[1] | {copy[0]: along(*copy) for copy in copies}
 
     def _compare(
         self, step: int, copies: Copies, history: History, settings: list[Setting]

@@ -50,6 +50,8 @@ class Passes:
         """Whether sums are wanted: at every step, or at some where only keys are kept."""
         self.bytes = 0
         """How much has been copied so far."""
+        self.on_begin: Callable[[], None] | None = None
+        """Called where a pass begins, until the first optimizer is seen."""
         self._running: int | None = None
         self._count = self._arrived = 0
         self._parcel: Parcel = []
@@ -89,6 +91,8 @@ class Passes:
         if self._parcel:  # one pass inside another
             self._hand_over()
         self.watch.refuse_converted()
+        if self.on_begin is not None:
+            self.on_begin()
         self._running = torch_internals.running_pass()
         self._count, self._arrived = self._count + 1, 0
         torch_internals.at_end_of_pass(self._end)

@@ -10,10 +10,13 @@ model after its last update. Whatever happens, every step that was complete is w
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -46,9 +50,10 @@ from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.states import States
-from dualform.recording.tags import Context, Tag, Tags
+from dualform.recording.tags import Context, Tag, Tags, asked
+from dualform.recording.trial import ByHand
 from dualform.recording.updates import ANCHOR, Updates
-from dualform.recording.watched import Watch, is_empty, listed
+from dualform.recording.watched import Flags, Watch, is_empty, listed
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
@@ -58,21 +63,20 @@ logger = logging.getLogger("dualform")
 
 
 class Recorder:
-    """A recording under way; made by `record`, used as a context manager.
+    """A recording under way; made by `record`, used in a `with` block or by `start` and `close`.
 
     Example:
-        >>> with df.record(model, optimizer, "runs/digits") as recorder:   # doctest: +SKIP
+        >>> with dualform.record(model, "runs/digits") as recorder:   # doctest: +SKIP
         ...     recorder.tag(example=[3, 1], label=[0, 7])
         ...     recorder.steps
         0
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: list[Optimizer], path: Path, options: Options
-    ) -> None:
-        self._model, self._optimizers, self._path = model, optimizers, path
+    def __init__(self, model: nn.Module, path: Path, options: Options) -> None:
+        self._model, self._path = model, path
         self._options = options
         self._state = "new"
+        self._is_in_with = False
         self._findings = Findings(options.audit)
         self._interrupts = Interrupts()
         self._tags = Tags()
@@ -80,11 +84,30 @@ class Recorder:
         self._calls, self._moves = 0, 0
         self._parts: _Parts
 
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        """A copy of a model that keeps its recorder keeps the same one."""
+        return self
+
     # -- what users see -------------------------------------------------------------------------
 
-    def __enter__(self) -> Recorder:
+    def start(self) -> Recorder:
+        """Begin to record, where a `with` block does not fit: in a notebook, in a callback.
+
+        May be called again. What is still recorded when Python ends is committed.
+
+        Example:
+            >>> recorder = dualform.record(model, "runs/digits").start()   # doctest: +SKIP
+        """
+        if self._state == "recording":
+            return self
         if self._state != "new":
-            raise RecordingError("this recorder was used before; call dualform.record again")
+            raise RecordingError(
+                "this recorder was used before; call dualform.record again, with resume=True to go "
+                "on with its memory, or overwrite=True to begin anew"
+            )
+        for other in list(_recording):  # a notebook's cell that is run again has lost it
+            if other._state == "recording" and other._path == self._path and not other._is_in_with:
+                other.close()
         self._interrupts.install()
         self._interrupts.hold()
         try:
@@ -99,13 +122,26 @@ class Recorder:
             raise
         return self
 
+    def close(self) -> None:
+        """End the recording and commit it. May be called again, and while an error is handled,
+        which it never hides.
+
+        Example:
+            >>> recorder.close()   # doctest: +SKIP
+        """
+        self.__exit__(*sys.exc_info())
+
+    def __enter__(self) -> Recorder:
+        self._is_in_with = True
+        return self.start()
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._state != "recording":  # a forked process: there is nothing of ours here
+        if self._state != "recording":  # or a forked process: there is nothing of ours here
             return
         self._interrupts.hold()
         self._state = "ended"
@@ -136,7 +172,36 @@ class Recorder:
             >>> recorder.tag(example=[3, 1, 4], label=[0, 7, 7], task="digits")   # doctest: +SKIP
         """
         self._must_be_recording("tag")
+        if self._options.tags is not None:
+            raise RecordingError(
+                "recorder.tag(...) was called, though tags= names the patterns already; use one of "
+                "the two"
+            )
         self._tag = self._tags.make(self._moves, columns)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Say that the loop moves the parameters itself, without an optimizer, in this block.
+
+        By which rule is not known: what it moves is kept as values, so that attention works and
+        contributions do not.
+
+        Example:
+            >>> with recorder.update():                             # doctest: +SKIP
+            ...     for p in model.parameters():
+            ...         p.data.add_(p.grad, alpha=-0.1)
+        """
+        self._must_be_recording("update")
+        parts = self._parts
+        hand = parts.by_hand = parts.by_hand or ByHand(self._model.parameters())
+        self._before(hand, (), {})
+        try:
+            yield
+        except BaseException:
+            parts.updates.break_off()
+            self._interrupts.release()
+            raise
+        self._after(hand, (), {})
 
     def flush(self) -> None:
         """Commit every complete step and wait until it is on disk for good.
@@ -163,8 +228,10 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """How many updates have been recorded."""
-        return 0 if self._state == "new" else self._parts.updates.step
+        """How many updates have been recorded, one that is under way included."""
+        if self._state == "new":
+            return 0
+        return self._parts.updates.step + self._parts.updates.is_under_way
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -180,7 +247,7 @@ class Recorder:
         watch = Watch(model)
         with ExitStack() as undo:
             resumed = reopened(self._path, undo) if options.resume else None
-            states = States(watch, self._optimizers)
+            states = States(watch)
             for layer in found:
                 watch.add(layer, keep.word(layer))
             keep.check(found, possible_names(model))
@@ -197,12 +264,10 @@ class Recorder:
             for name, why in reasons_for_values(model, found).items():
                 watch.by_name[name].why = why
             keeper = Keeper(watch, states, model, worker, self._findings)
-            updates = Updates(
-                watch, passes, keeper, self._findings, self._optimizers, options.every
-            )
-            updates.go_on(step)
+            updates = Updates(watch, passes, keeper, self._findings, options.every)
+            updates.begin(step)
             if resumed is not None:
-                resumed.restore(self._tags, self._findings, updates, states, step)
+                resumed.restore(self._tags, self._findings, updates, states)
                 self._tag = self._tags.forgotten()
             capture = Capture(
                 model,
@@ -223,7 +288,8 @@ class Recorder:
             for w in watch:
                 watch.unknown[w.index] = not is_empty(w.tensor.grad)
             writer.begin(self._description(resumed, step))
-            keeper.keep_all(step)
+            keeper.begin(step, watch if resumed is None or not step else [])
+            keeper.keep_buffers(step)
             states.take()
             states.remember(step)
             capture.start()
@@ -231,6 +297,11 @@ class Recorder:
                 register_optimizer_step_pre_hook(self._before),
                 register_optimizer_step_post_hook(self._after),
             ]
+            if options.tags is not None:
+                self._parts.handles += [
+                    torch_module.register_module_forward_pre_hook(self._called),
+                    torch_module.register_module_forward_hook(self._returned, with_kwargs=True),
+                ]
             undo.pop_all()
 
     def _make_values(self, parameter: str, reason: str) -> None:
@@ -262,6 +333,19 @@ class Recorder:
         self._calls += 1
         tag = self._tag
         return Context(tag, tag is not None and tag.update != self._moves, self._calls)
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        """With tags=: begin the tag of a batch. A hook before the call is not given its keywords,
+        so what it says is filled in when the call returns; no pass goes back through it before."""
+        if module is self._model and torch.is_grad_enabled():
+            self._tag = Tag({}, self._moves)
+
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """With tags=: ask the user's function what the batch was."""
+        if module is self._model and self._tag is not None and self._options.tags is not None:
+            columns = asked(self._options.tags, args, kwargs)
+            self._tag.columns.update(self._tags.make(self._moves, columns).columns)
+            self._tag = None
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         updates = self._parts.updates
@@ -298,9 +382,9 @@ class Recorder:
         if parts.sink.is_due(parts.passes.bytes) and self._state == "recording":
             self._commit()
 
-    def _keep_state(self, *, keep: bool = False) -> None:
+    def _keep_state(self, *, keep: bool = False, but: Flags | None = None) -> None:
         updates = self._parts.updates
-        self._parts.keeper.anchor(updates.step, updates.settings.settings, keep=keep)
+        self._parts.keeper.anchor(updates.step, updates.settings.settings, keep=keep, but=but)
 
     def _commit(self) -> None:
         parts = self._parts
@@ -324,13 +408,14 @@ class Recorder:
                     f"{listed([w.name for w in found])}: became {found[0].became} after update "
                     f"{updates.step}; the memory ends with what it was"
                 )
-            is_edited = updates.is_open and updates.break_off()
-            if updates.is_under_way:
-                updates.close_step()
-            if updates.find_edits(is_over=True) or is_edited:
-                parts.keeper.keep_all(updates.step)
-            else:
-                self._keep_state(keep=True)
+            changed = updates.end()
+            if kind is None and updates.step == updates.first:
+                self._findings.warn(
+                    "nothing was recorded: no optimizer moved a parameter of this model. Step the "
+                    "optimizer of this very model during the recording, and mark updates made by "
+                    "hand by `with recorder.update():`"
+                )
+            self._keep_state(keep=True, but=changed)
         finally:
             self._commit()
 
@@ -364,6 +449,7 @@ class _Parts:
     capture: Capture
     writer: MemoryWriter
     sink: Sink
+    by_hand: ByHand | None = None
     handles: list[Any] = field(default_factory=list)
 
     def remove_hooks(self) -> None:
@@ -381,6 +467,14 @@ def described(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Commit what nobody closed: nothing is lost when Python ends."""
+    for recorder in list(_recording):
+        with suppress(Exception):
+            recorder.close()
 
 
 def _abandon_all() -> None:

@@ -92,8 +92,7 @@ class Resumption:
                 "the bit. Load the checkpoint of a recorded step (call recorder.flush() where you "
                 "save one), in the dtype it was trained in, or record into a new path"
             )
-        same = [s for s in steps if s and (marks[s - 1, 1] == now[1]).all()]
-        step = (same or steps)[-1]
+        step = steps[-1]
         if not step and memory.steps and options.resume != "rewind":
             raise RecordingError(
                 f"the model is as it was before the first step of {memory.path}: going on from "
@@ -120,9 +119,7 @@ class Resumption:
             for w in watch
         )
 
-    def restore(
-        self, tags: Tags, findings: Findings, updates: Updates, states: States, step: int
-    ) -> None:
+    def restore(self, tags: Tags, findings: Findings, updates: Updates, states: States) -> None:
         """Give the parts of a recorder what was known at that step."""
         memory = self.memory
         described = memory.opened.description
@@ -130,14 +127,6 @@ class Resumption:
         findings.restore(described.remarks, [event._asdict() for event in memory.events])
         updates.restore(list(memory.settings))
         states.restore(self._marks)
-        if step and (self._marks[step - 1, 1] != states.now()[1]).any():
-            findings.event(
-                step, "replaced", "resumed with another optimizer's state", list(memory.parameters)
-            )
-            findings.remark(
-                f"resumed at step {step} with another state of the optimizer than it had there: "
-                "what it remembered is part of the remainder"
-            )
 
     def stored_keys(self, layer: Layer) -> Iterable[Tensor]:
         """The keys that are stored once, in their order."""

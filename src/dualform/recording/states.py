@@ -7,7 +7,6 @@ states among all that were recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,33 +21,28 @@ Numbers = NDArray[np.uint32]
 
 
 class States:
-    """The owners and marks of all parameters."""
+    """The owners and marks of all parameters. An owner is found when it first steps."""
 
-    def __init__(self, watch: Watch, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self.owner: list[Optimizer | None] = [None] * len(watch)
-        for optimizer in optimizers:
-            for w in watch.held(optimizer):
-                self.owner[w.index] = self.owner[w.index] or optimizer
-        self._owners = self._listed()
+        self.owners: list[Optimizer] = []
+        """The optimizers that move parameters, each once."""
         self._weights = Marks([[w.tensor] for w in watch])
         self._states = Marks([[] for _ in watch])
         self._known: list[Any] = []
         self._last: Words = np.zeros(0, np.int32)
         self._numbers = np.zeros((2, len(watch)), np.uint32)
         self._history: dict[bytes, int] = {}
+        self._begun: Numbers | None = None
+        """The marks of a resumed memory's last step."""
         self.shaken: Flags = np.zeros(len(watch), bool)
 
-    def _listed(self) -> list[Optimizer]:
-        return list({id(o): o for o in self.owner if o is not None}.values())
-
-    def take_over(self, optimizer: Optimizer | None, watched: list[Watched]) -> list[Optimizer]:
-        """Give parameters to another optimizer; return those that have none any more."""
-        earlier = self._owners
+    def take_over(self, optimizer: Optimizer | None, watched: list[Watched]) -> None:
+        """Give parameters to another optimizer; one that has none left is forgotten."""
         for w in watched:
             self.owner[w.index] = optimizer
-        self._owners = self._listed()
-        return [o for o in earlier if all(o is not left for left in self._owners)]
+        self.owners = list({id(o): o for o in self.owner if o is not None}.values())
 
     def weights(self, w: Watched) -> Tensor:
         """A parameter; of one in another dtype, or shape, than the memory says, what it was."""
@@ -81,14 +75,25 @@ class States:
     def restore(self, marks: NDArray[np.uint32]) -> None:
         """Know the marks of the steps that a resumed memory holds: [steps, 2, P]."""
         self._history |= {numbers.tobytes(): step for step, numbers in enumerate(marks, 1)}
+        self._begun = marks[-1] if len(marks) else None
+
+    def are_as_begun(self, watched: list[Watched]) -> bool:
+        """Whether optimizers remember of some parameters what a resumed memory says."""
+        indices = [w.index for w in watched]
+        return self._begun is None or bool((self.now()[1] == self._begun[1])[indices].all())
 
     def restored(self) -> int | None:
         """The step whose marks weights and states have now, if they have been such before."""
         return self._history.get(self.now().tobytes())
 
+    def step_of_weights(self) -> int | None:
+        """The last step whose weights the model has now, whatever its optimizers remember."""
+        now = self.now()[0].tobytes()
+        return next((s for m, s in reversed(self._history.items()) if m.startswith(now)), None)
+
     def _follow(self) -> None:
         """Look the states' tensors up again where an optimizer has new ones."""
-        known = [(o, id(o.state), len(o.state)) for o in self._owners]
+        known = [(o, id(o.state), len(o.state)) for o in self.owners]
         if known != self._known or not self._states.tensors:
             self._known = known
             self._states = Marks([remembered(self.state(w)) for w in self._watch])

@@ -7,7 +7,7 @@ and step where it happens, not a shifted column found weeks later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -58,6 +58,26 @@ class Tag:
         """One value per pattern for every column."""
         laid = {name: _spread(values, shape) for name, values in self.columns.items()}
         return {name: values for name, values in laid.items() if values is not None}
+
+
+def asked(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask a user's tags= what the batch is that the model was given."""
+    given = [type(value).__name__ for value in args]
+    given += [f"{name}={type(value).__name__}" for name, value in kwargs.items()]
+    try:
+        found = function(*args, **kwargs)
+    except Exception as error:
+        raise RecordingError(
+            f"tags= raised {type(error).__name__}: {error}. It is called with the model's own "
+            f"inputs, here ({', '.join(given)}), and returns the tags of that batch, as in "
+            'tags=lambda input_ids, labels, **_: {"label": labels}'
+        ) from error
+    if not isinstance(found, Mapping):
+        raise RecordingError(
+            f"tags= returned a {type(found).__name__}; expected a dict from the names of tags to "
+            'their values, such as {"label": labels}'
+        )
+    return dict(found)
 
 
 class Context(NamedTuple):

@@ -8,17 +8,34 @@ parameters are kept as values.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING
 from dualform.learning_rules import OneParameter, Setting
+from dualform.learning_rules.settings import path_of
 from dualform.recording.findings import Findings
 from dualform.recording.kept import is_kept
 from dualform.recording.watched import Watch, Watched
 
 TRIALS = 2
 KEPT_STATES_ONLY = {"torch.optim.lbfgs.LBFGS", "torch.optim.sparse_adam.SparseAdam"}
+
+
+class ByHand(Optimizer):
+    """The loop itself, where it moves parameters in `with recorder.update():`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+
+HAND = path_of(ByHand)
+ALONE = (
+    "cannot be replayed parameter by parameter: what it does to one depends on others, on chance "
+    "or on several gradients"
+)
 
 
 class Trial:
@@ -33,8 +50,10 @@ class Trial:
         """Copy what an update of a class from elsewhere starts from."""
         self._copies = []
         path = settings[0].path if settings else ""
-        if path in KEPT_STATES_ONLY:
-            self._make_values(moving, path)
+        if path == HAND:
+            self._make_values(moving, "the loop moves parameters by hand")
+        elif path in KEPT_STATES_ONLY:
+            self._make_values(moving, f"{path} {ALONE}")
         elif path and not path.startswith("torch.optim.") and self._done.get(path, 0) < TRIALS:
             self._done[path] = self._done.get(path, 0) + 1
             for w, setting in zip(moving, settings, strict=True):
@@ -47,13 +66,9 @@ class Trial:
         """Take the same update with copies; parameters that go elsewhere are values."""
         copies, self._copies = self._copies, []
         if not all(_goes_there(*copied) for copied in copies):
-            self._make_values([w for w, *_ in copies], copies[0][1].path)
+            self._make_values([w for w, *_ in copies], f"{copies[0][1].path} {ALONE}")
 
-    def _make_values(self, watched: list[Watched], path: str) -> None:
-        why = (
-            f"{path} cannot be replayed parameter by parameter: what it does to one depends on "
-            "others, on chance or on several gradients"
-        )
+    def _make_values(self, watched: list[Watched], why: str) -> None:
         for w in watched:
             if self._watch.resolved[w.index]:
                 self._watch.make_values(w, why)

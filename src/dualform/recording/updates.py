@@ -7,8 +7,9 @@
     close    every optimizer has moved (or one is about to move again): marks, and the line of the
              log is appended. From here on the step counts, and nothing is written into it again.
 
-The optimizers are those that hold a parameter of the model. Where one optimizer's step runs inside
-another's (SAM, lookahead), the inner one is the rule; what the outer one adds is an edit.
+The optimizers are those seen so far to move a parameter of the model; so the first step stays open
+until one of them moves again. Where one optimizer's step runs inside another's (SAM, lookahead),
+the inner one is the rule; what the outer one adds is an edit.
 
 Why it is hard: each parameter may fare differently. It may be skipped, moved by another optimizer
 than its neighbour, given a gradient that an earlier update has used already, or edited by the loop.
@@ -26,13 +27,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dualform.errors import RecordingError
 from dualform.learning_rules import SeenSettings, Setting, rule_of
 from dualform.recording.findings import Findings
 from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.trial import Trial
+from dualform.recording.trial import HAND, Trial
 from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched, listed
 
 ANCHOR = 64
@@ -73,20 +75,25 @@ class Updates:
         passes: Passes,
         keeper: Keeper,
         findings: Findings,
-        optimizers: list[Optimizer],
         every: int,
     ) -> None:
         self.watch, self.passes, self.keeper, self.findings = watch, passes, keeper, findings
-        self.optimizers, self.every, self.step = list(optimizers), every, 0
+        self.every, self.step, self.first = every, 0, 0
         self.settings, self._listed = SeenSettings(), 0
+        self._marks_of_hand: list[bytes] = []
+        passes.on_begin = self._find_hand
         self.on_step: Callable[[Line], None] = lambda line: None
         self._trial = Trial(watch, findings)
         self._running: list[Running] = []
         self._wrappers: set[int] = set()
         self._now = OpenStep(Line.blank(0), np.zeros(0, bool))
 
-    def go_on(self, step: int) -> None:
-        """Begin a step: the first, that where a resumed memory ends, or the next."""
+    def begin(self, step: int) -> None:
+        """Begin the first step of this recording: that where a resumed memory ends, or 0."""
+        self.first = step
+        self._go_on(step)
+
+    def _go_on(self, step: int) -> None:
         self.step, count = step, len(self.watch)
         self._now = OpenStep(Line.blank(count), np.zeros(count, bool))
         self._record(step)
@@ -150,8 +157,6 @@ class Updates:
     def _unwrap(self, outer: Running) -> None:
         """One step runs inside another: the inner one is the rule; for it the line begins anew."""
         optimizer, states = outer.optimizer, self.keeper.states
-        if optimizer in self.optimizers:
-            self.optimizers.remove(optimizer)
         self._wrappers.add(id(optimizer))
         states.take_over(None, [w for w in self.watch if states.owner[w.index] is optimizer])
         indices = [w.index for w in outer.moving]
@@ -165,22 +170,61 @@ class Updates:
         broken[[w.index for running in self._running for w in running.moving]] = True
         self._running.clear()
         if not self.is_under_way:
-            self.go_on(self.step)
+            self._go_on(self.step)
         is_edited = self.find_edits(broken=broken)
         if is_edited:
             self.keeper.states.take()
         return is_edited
 
+    def end(self) -> Flags:
+        """Close the last step; find what was changed after it: by an update that was broken off,
+        by best or averaged weights put in. The memory ends before that."""
+        states, broken = self.keeper.states, [w.index for r in self._running for w in r.moving]
+        self._running.clear()
+        self._now.line.clear(broken)
+        self._now.is_known[broken] = False
+        if self.is_under_way:
+            self.close_step()
+        changed = states.changed()
+        if changed.any():
+            changed[broken] = True
+            back = states.step_of_weights()
+            which = "its weights are those of no recorded step"
+            if back is not None:
+                which = f"its weights are those after update {back}"
+                values = changed & ~self.watch.resolved
+                kept = [self.watch.parameters[i] for i in np.flatnonzero(values)]
+                self.keeper.snapshot(back, kept, states=False)
+            self.findings.remark(
+                f"the model was changed after its last update, {self.step}, where this memory "
+                f"ends: {which}"
+            )
+        return changed
+
+    def _find_hand(self) -> None:
+        """A pass begins, and no optimizer was seen yet: does the loop move weights by hand?"""
+        marks = self.keeper.states.now()[0].tobytes()
+        if marks not in self._marks_of_hand[-1:]:
+            self._marks_of_hand.append(marks)
+        if len(self._marks_of_hand) > 2:  # SAM moves them once
+            raise RecordingError(
+                "the weights change from pass to pass, but no optimizer was seen to step. Where "
+                "the loop moves them itself, write it inside `with recorder.update():`"
+            )
+
     @np.errstate(over="ignore", invalid="ignore")  # numbers of a run that diverges
     def look(self, running: Running) -> None:
         """Read settings and gradients of everything that an optimizer is about to move."""
         self.passes.finish()
+        self.passes.on_begin = None
         running.moving, optimizer = [], running.optimizer
         running.calls += 1
         if skips(optimizer):
             return
         known = len(self.settings.settings)
         moving, places = self._read(optimizer)
+        if not moving:
+            return
         running.new += self.settings.settings[known:]
         indices = [w.index for w in moving]
         if running.calls == 1:
@@ -271,17 +315,22 @@ class Updates:
 
     def _follow_owners(self, optimizer: Optimizer, moving: list[Watched]) -> None:
         """Find whether another optimizer moves these parameters from now on."""
-        owner = self.keeper.states.owner
-        replaced = [w for w in moving if owner[w.index] is not optimizer]
+        states, first = self.keeper.states, self.step == self.first
+        replaced = [w for w in moving if states.owner[w.index] is not optimizer]
         if not replaced:
             return
-        had_another = any(owner[w.index] is not None for w in replaced)
-        for left in self.keeper.states.take_over(optimizer, replaced):
-            if left in self.optimizers:
-                self.optimizers.remove(left)
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
-        if had_another or any(optimizer.state.get(w.tensor) for w in replaced):
+        had_another = any(states.owner[w.index] is not None for w in replaced)
+        states.take_over(optimizer, replaced)
+        if first and not had_another:  # it may remember something of the time before
+            if self.step or any(map(states.state, replaced)):
+                self.keeper.begin(self.step, replaced)
+            if states.are_as_begun(replaced):
+                return
+            self.findings.remark(
+                f"resumed at step {self.step} with another state of the optimizer than it had "
+                "there: what it remembered is part of the remainder"
+            )
+        if had_another or any(map(states.state, replaced)):
             why = f"from here on another {type(optimizer).__name__} moves it"
             self.findings.event(self.step, "replaced", why, [w.name for w in replaced])
             self.keeper.snapshot(self.step, replaced)
@@ -353,7 +402,7 @@ class Updates:
             return
         watch, line, indices = self.watch, self._now.line, [w.index for w in moving]
         for setting in running.new:
-            if rule_of(setting.path) is None:
+            if rule_of(setting.path) is None and setting.path != HAND:
                 self.findings.remark(
                     f"{setting.path} is not known to be linear in its gradients: verify, at and "
                     "attend work; contributions and masks do not reach what it moved"
@@ -377,7 +426,8 @@ class Updates:
             watch.gross *= np.where(moved, np.minimum(kappa, 1.0), 1.0)
         self._now.moved.append(optimizer)
         self.keeper.after_update(self.step + 1, line)  # later passes may move buffers
-        if all(o in self._now.moved for o in self.optimizers):
+        owners = self.keeper.states.owners
+        if self.step > self.first and all(o in self._now.moved for o in owners):
             self.close_step()
         elif not self.passes.is_recording:  # the next pass may be the next step's
             self._record(self.step + 1)
@@ -433,7 +483,16 @@ class Updates:
             watch.seen[watch.parameters[i].place] *= scale
         keeper.after_step(now.line, watch.seen if now.is_seen else None)
         self.on_step(now.line)
-        self.go_on(self.step)
+        self._go_on(self.step)
+
+    def _remark_unmoved(self) -> None:
+        """Say what has a gradient, but no optimizer, when the first step is over."""
+        owner = self.keeper.states.owner
+        left = [w.name for w in self.watch if w.tensor.grad is not None and not owner[w.index]]
+        if left:
+            self.findings.remark(
+                f"{listed(left)}: has a gradient, but no optimizer moved it in the first step"
+            )
 
 
 def project(gradient: Tensor, w: Watched) -> None:
