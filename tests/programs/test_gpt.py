@@ -77,8 +77,9 @@ class NanoGPT:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_nanogpt(dtype: str, tmp_path: Path) -> None:
-    tags = lambda tokens, targets=None: {"next": targets} if targets is not None else {}  # noqa: E731
-    program, memory = recorded(lambda: NanoGPT(dtype), tmp_path / "run", tags=tags)
+    program, memory = recorded(
+        lambda: NanoGPT(dtype), tmp_path / "run", tags=lambda tokens, targets: {"next": targets}
+    )
     x, y = program.batch()
     dual = certified(program.model, memory, x, y, steps=12)
     rows = 12 * 2 * 4 * CONTEXT

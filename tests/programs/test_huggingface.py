@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.programs.proving import certified, recorded
+from tests.programs.proving import alone, certified, draws, recorded, started, the_same_weights
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
 import dualform
+from dualform.certificate.report import BITS
 
 WORDS, LENGTH = 40, 6
 
@@ -58,7 +59,7 @@ class HuggingFace:
         self.model, self.place, self.settings = bert(), place, settings
         self.texts = Texts(24)
 
-    def train(self) -> None:
+    def train(self, *callbacks: Any, checkpoint: str | None = None) -> None:
         transformers = pytest.importorskip("transformers")
         arguments = transformers.TrainingArguments(
             output_dir=str(self.place),
@@ -78,8 +79,9 @@ class HuggingFace:
             args=arguments,
             train_dataset=self.texts,
             eval_dataset=Texts(8, held_out=True),
+            callbacks=list(callbacks),
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint=checkpoint)
         self.best = trainer.state.best_model_checkpoint
 
 
@@ -87,11 +89,14 @@ def asked(texts: Texts) -> dict[str, Tensor]:
     return {"input_ids": texts.tokens[:3], "attention_mask": torch.ones(3, LENGTH).long()}
 
 
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_trainer(is_bf16: bool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    tags = lambda input_ids, labels, **_: {"label": labels}  # noqa: E731
+    settings = {"bf16": is_bf16, "eval_strategy": "epoch"}
     program, memory = recorded(
-        lambda: HuggingFace(tmp_path / "checkpoints"), tmp_path / "run", tags=tags
+        lambda: HuggingFace(tmp_path / "checkpoints", **settings),
+        tmp_path / "run",
+        tags=lambda input_ids, labels, **_: {"label": labels},
     )
     dual = certified(program.model, memory, steps=9, **asked(program.texts))
     head = memory.layer("classifier")
@@ -114,39 +119,105 @@ def test_trainer_with_label_smoothing(tmp_path: Path) -> None:
     assert sorted(memory.layer("classifier").patterns["first"]) == sorted(firsts)
 
 
-def test_trainer_that_puts_the_best_weights_back(tmp_path: Path) -> None:
+BEST = {
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "label_smoothing_factor": 0.1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "save_total_limit": 1,
+    "learning_rate": 5e-2,
+}
+
+
+def test_trainer_puts_the_best_weights_back(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    settings = {
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "label_smoothing_factor": 0.1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "save_total_limit": 1,
-        "learning_rate": 5e-2,
-    }
+    program, memory = recorded(
+        lambda: HuggingFace(tmp_path / "checkpoints", **BEST), tmp_path / "run"
+    )
+    assert program.best.endswith("checkpoint-3")
+    the_memory_goes_on_to_the_last_update(program.model, memory, steps=9, best=3)
+
+
+def test_trainer_puts_the_last_weights_back(tmp_path: Path) -> None:
+    """They are the best ones: nothing is changed, and nothing to be said."""
+    pytest.importorskip("accelerate")
+    settings = BEST | {"greater_is_better": True}
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **settings), tmp_path / "run"
     )
-    best = int(program.best.rsplit("-", 1)[1])
-    assert best == 3
-    the_memory_ends_at_the_last_update(program.model, memory, steps=9, best=best)
+    assert program.best.endswith("checkpoint-9")
+    assert memory.remarks == ()
+    certified(program.model, memory, steps=9, **asked(program.texts))
 
 
-def the_memory_ends_at_the_last_update(
+def the_memory_goes_on_to_the_last_update(
     model: nn.Module, memory: Any, *, steps: int, best: int
 ) -> None:
     """Best weights put back are no update: a remark names the recorded step that they are of."""
     assert memory.steps == steps
     memory.check()
-    assert any(f"{best}" in remark for remark in memory.remarks), memory.remarks
-    dual = dualform.DualForm(None, memory)
-    found = dual.verify(every_step=True)
+    (remark,) = memory.remarks
+    assert remark.endswith(f"those after update {best}")
+    dual = dualform.DualForm(model, memory)
+    found = dual.at(best).verify(every_step=True)
     assert found.passed, found
-    assert {v.verdict for v in found.verdicts.values()} == {"bit for bit"}
+    assert {v.verdict for v in found.verdicts.values()} == {BITS}
     then = dual.at(best).weights()
     for name, weight in model.named_parameters():
         assert torch.equal(then[name], weight), name
+
+
+def recording(path: Path, **options: Any) -> Any:
+    """A callback of the Trainer's: it begins once a checkpoint is loaded, and ends with training,
+    after the best weights were put back."""
+    transformers = pytest.importorskip("transformers")
+
+    class Recording(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.recorder = dualform.record(given["model"], path, **options).start()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.recorder.close()
+
+    return Recording()
+
+
+def test_a_recorder_in_a_callback(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    make = lambda: HuggingFace(tmp_path / "checkpoints", **BEST)  # noqa: E731
+    plain, then = alone(make)
+    program = started(make)
+    program.train(recording(tmp_path / "run"))
+    assert draws() == then
+    the_same_weights(program.model, plain.model)
+    memory = dualform.Memory.open(tmp_path / "run")
+    the_memory_goes_on_to_the_last_update(program.model, memory, steps=9, best=3)
+
+
+def test_resuming_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    """A run of three epochs dies after two, is resumed at the end of the first, and is the same."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    place, settings = tmp_path / "checkpoints", {"save_strategy": "epoch"}
+
+    class Dying(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 6:
+                raise ZeroDivisionError
+
+    plain, _ = alone(lambda: HuggingFace(place, **settings))
+    dead = started(lambda: HuggingFace(place, **settings))
+    first = recording(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        dead.train(first, Dying())
+    first.recorder.close()
+    program = started(lambda: HuggingFace(place, **settings))
+    program.train(recording(tmp_path / "run", resume=True), checkpoint=str(place / "checkpoint-3"))
+    the_same_weights(program.model, plain.model)
+    memory = dualform.Memory.open(tmp_path / "run")
+    assert len(memory.phases) == 2
+    certified(program.model, memory, steps=9, **asked(program.texts))
 
 
 class Accelerated:

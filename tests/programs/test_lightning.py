@@ -213,7 +213,8 @@ def the_memory_ends_at_the_last_update(memory: Any, *, steps: int) -> Any:
     """An average is no recorded step: a remark says that the model is another one now."""
     assert memory.steps == steps
     memory.check()
-    assert memory.remarks
+    (remark,) = memory.remarks
+    assert remark.endswith("those of no recorded step")
     dual = dualform.DualForm(None, memory)
     found = dual.verify(every_step=True)
     assert found.passed, found

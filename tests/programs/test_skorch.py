@@ -12,6 +12,7 @@ from tests.programs.proving import alone, certified, recorded, started, the_same
 from torch import Tensor, nn
 
 import dualform
+from dualform.certificate.report import BITS
 
 skorch = pytest.importorskip("skorch")
 
@@ -74,12 +75,12 @@ def test_the_best_weights_are_put_back(tmp_path: Path) -> None:
     epochs, best = len(program.net.history), 3
     assert 1 < epochs < 10
     assert memory.steps == 3 * epochs
-    assert len(memory.remarks) == 1
-    assert f"{best}" in memory.remarks[0]
-    dual = dualform.DualForm(None, memory)
-    found = dual.verify(every_step=True)
+    (remark,) = memory.remarks
+    assert remark.endswith(f"those after update {best}")
+    dual = dualform.DualForm(program.model, memory)
+    found = dual.at(best).verify(every_step=True)
     assert found.passed, found
-    assert found.verdict == "bit for bit"
+    assert found.verdict == BITS
     for name, weight in program.model.named_parameters():
         assert torch.equal(dual.at(best).weights()[name], weight), name
 
