@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 import dualform
 from dualform.certificate.report import BITS
 
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")  # which Trainer needs, too
+
 WORDS, LENGTH = 40, 6
 
 
@@ -39,7 +42,6 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def bert() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=WORDS,
         hidden_size=12,
@@ -60,8 +62,7 @@ class HuggingFace:
         self.texts = Texts(24)
 
     def train(self, *callbacks: Any, checkpoint: str | None = None) -> None:
-        transformers = pytest.importorskip("transformers")
-        arguments = transformers.TrainingArguments(
+            arguments = transformers.TrainingArguments(
             output_dir=str(self.place),
             num_train_epochs=3,
             per_device_train_batch_size=4,
@@ -91,7 +92,6 @@ def asked(texts: Texts) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("is_bf16", [False, True])
 def test_trainer(is_bf16: bool, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     settings = {"bf16": is_bf16, "eval_strategy": "epoch"}
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **settings),
@@ -107,7 +107,6 @@ def test_trainer(is_bf16: bool, tmp_path: Path) -> None:
 
 def test_trainer_with_label_smoothing(tmp_path: Path) -> None:
     """It takes the labels out before the model is called: tags see what the model is given."""
-    pytest.importorskip("accelerate")
     settings = {"label_smoothing_factor": 0.1}
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **settings),
@@ -117,6 +116,28 @@ def test_trainer_with_label_smoothing(tmp_path: Path) -> None:
     certified(program.model, memory, steps=9, **asked(program.texts))
     firsts = program.texts.tokens[:, 0].tolist() * 3
     assert sorted(memory.layer("classifier").patterns["first"]) == sorted(firsts)
+
+
+ADAFACTOR = {"optim": "adafactor"}
+
+
+@pytest.mark.xfail(reason="verify takes torch's class of the same name for it")
+def test_a_rule_from_elsewhere_that_is_named_as_one_of_torchs(tmp_path: Path) -> None:
+    program, memory = recorded(
+        lambda: HuggingFace(tmp_path / "checkpoints", **ADAFACTOR), tmp_path / "run"
+    )
+    certified(program.model, memory, steps=9, values=["*"], **asked(program.texts))
+
+
+@pytest.mark.xfail(reason="marks are of what an optimizer remembered first, not of what came after")
+def test_a_rule_that_remembers_new_tensors_at_every_update(tmp_path: Path) -> None:
+    program, memory = recorded(
+        lambda: HuggingFace(tmp_path / "checkpoints", **ADAFACTOR), tmp_path / "run"
+    )
+    dual = dualform.DualForm(program.model, memory, optimizer=transformers.Adafactor)
+    found = dual.verify(every_step=True)
+    assert found.passed, found
+    assert found.verdict == BITS
 
 
 BEST = {
@@ -131,7 +152,6 @@ BEST = {
 
 
 def test_trainer_puts_the_best_weights_back(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **BEST), tmp_path / "run"
     )
@@ -141,7 +161,6 @@ def test_trainer_puts_the_best_weights_back(tmp_path: Path) -> None:
 
 def test_trainer_puts_the_last_weights_back(tmp_path: Path) -> None:
     """They are the best ones: nothing is changed, and nothing to be said."""
-    pytest.importorskip("accelerate")
     settings = BEST | {"greater_is_better": True}
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **settings), tmp_path / "run"
@@ -171,7 +190,6 @@ def the_memory_goes_on_to_the_last_update(
 def recording(path: Path, **options: Any) -> Any:
     """A callback of the Trainer's: it begins once a checkpoint is loaded, and ends with training,
     after the best weights were put back."""
-    transformers = pytest.importorskip("transformers")
 
     class Recording(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -184,7 +202,6 @@ def recording(path: Path, **options: Any) -> Any:
 
 
 def test_a_recorder_in_a_callback(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     make = lambda: HuggingFace(tmp_path / "checkpoints", **BEST)  # noqa: E731
     plain, then = alone(make)
     program = started(make)
@@ -197,8 +214,6 @@ def test_a_recorder_in_a_callback(tmp_path: Path) -> None:
 
 def test_resuming_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     """A run of three epochs dies after two, is resumed at the end of the first, and is the same."""
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
     place, settings = tmp_path / "checkpoints", {"save_strategy": "epoch"}
 
     class Dying(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
@@ -228,7 +243,6 @@ class Accelerated:
         self.texts = Texts(20)
 
     def train(self) -> None:
-        accelerate = pytest.importorskip("accelerate")
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         optimizer = AdamW(self.model.parameters(), lr=5e-3)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
@@ -250,7 +264,6 @@ class Accelerated:
 
 
 def test_accelerate(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     program, memory = recorded(Accelerated, tmp_path / "run")
     certified(program.model, memory, steps=6, **asked(program.texts))
     assert memory.layer("classifier").rows == 2 * 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,27 @@ def test_manual_optimization(tmp_path: Path) -> None:
     program, memory = recorded(lambda: Fit(ByHand), tmp_path / "run")
     certified(program.model, memory, program.x[:3], steps=6)
     assert memory.layer("layers.0").rows == 3 * 32
+
+
+class Past(Classifier):
+    """Its training step does not go through its own forward: many do not."""
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.layers(x), y)
+
+
+def test_a_training_step_past_the_modules_own_forward(tmp_path: Path) -> None:
+    program, memory = recorded(lambda: Fit(Past), tmp_path / "run")
+    certified(program.model, memory, program.x[:3], steps=12)
+
+
+@pytest.mark.xfail(reason="tags= is never asked where the model's own forward is not called")
+def test_tags_that_are_never_asked_for_are_remarked(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, memory = recorded(lambda: Fit(Past), tmp_path / "run", tags=lambda x: {"first": x[:, 0]})
+    assert any("tags=" in remark for remark in memory.remarks)
 
 
 class Recording(lightning.Callback):  # type: ignore[misc,name-defined]
