@@ -30,6 +30,7 @@ from tests.recording.runs import (
 )
 from torch.optim import SGD
 
+from dualform.certificate.replay import at
 from dualform.errors import MemoryFileError, RecordingError
 from dualform.memory import Memory
 from dualform.recording import record
@@ -260,8 +261,9 @@ def test_an_exception_commits_everything_before_it(
     assert memory.closed
     assert memory.remarks[0] == "the training loop was ended by StopIteration"
     assert memory.steps == 10
-    assert len(memory.events) == len(memory.remarks) - 1 == (when == "after the update")
-    assert verified(memory, model).passed
+    assert len(memory.remarks) - 1 == (when == "after the update")  # the model has moved once more
+    assert not memory.events
+    assert verified(memory, None if when == "after the update" else model).passed
     assert memory.layer("0").rows == 5 * memory.steps
 
 
@@ -284,11 +286,13 @@ def test_an_update_that_fails_half_way_leaves_an_exact_memory(
     with pytest.raises(MemoryError), record(model, tmp_path / "run"):
         for step in range(30):
             update(model, optimizer, step)
+            last = state_of(model)
     monkeypatch.undo()
     memory = Memory.open(tmp_path / "run")
     assert memory.steps == 20
-    assert [(e.step, e.what) for e in memory.events] == [(20, "edited")]
     assert verified(memory, model).passed
+    for name in memory.parameters:
+        assert torch.equal(at(memory, name, 20), last[name])
 
 
 def test_a_full_disk_is_said_and_what_was_committed_is_safe(

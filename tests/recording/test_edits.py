@@ -120,43 +120,47 @@ def at_if_known(memory: Memory, name: str, step: int, otherwise: torch.Tensor) -
 
 
 @each_kind
-def test_an_edit_after_the_last_update_is_what_the_memory_ends_with(
-    kind: str, tmp_path: Path
-) -> None:
-    model, states = train(tmp_path / "run", kind, set_row, at_step=STEPS)
+def test_a_memory_ends_before_an_edit_after_the_last_update(kind: str, tmp_path: Path) -> None:
+    _, states = train(tmp_path / "run", kind, set_row, at_step=STEPS)
     memory = Memory.open(tmp_path / "run")
-    (event,) = memory.events
-    assert (event.step, event.what, event.parameters) == (STEPS, "edited", ("0.weight",))
-    assert verified(memory, model).passed
-    assert torch.equal(at(memory, "0.weight", STEPS), model[0].weight)
+    assert not memory.events
+    (remark,) = [r for r in memory.remarks if "after its last update" in r]
+    assert f"{STEPS}, where this memory ends: its weights are those of no recorded step" in remark
+    assert verified(memory).passed
     known = {"tests.recording.rules.Lion": Lion}
-    assert torch.equal(at(memory, "0.weight", STEPS - 1, known), states[STEPS - 1]["0.weight"])
+    for step in (STEPS - 1, STEPS):
+        assert torch.equal(at(memory, "0.weight", step, known), states[step]["0.weight"])
 
 
 @each_kind
-def test_the_best_weights_put_back_at_the_end_are_where_the_memory_ends(
-    kind: str, tmp_path: Path
+@pytest.mark.parametrize("way", ["with the optimizer", "load_state_dict", "data"])
+def test_the_best_weights_put_back_at_the_end_spoil_nothing(
+    way: str, kind: str, tmp_path: Path
 ) -> None:
-    best: list[Any] = []
-
-    def put_back(model: Any, optimizer: Any) -> None:
-        if best:
-            model.load_state_dict(best[0])
-            optimizer.load_state_dict(best[1])
-        best[:] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-    model = plain()
+    model = network()
     optimizer = KINDS[kind](model.parameters())
+    states = {0: state_of(model)}
     with record(model, tmp_path / "run"):
         for step in range(STEPS):
             update(model, optimizer, step)
-            if step in (4, STEPS - 1):
-                put_back(model, optimizer)
-    memory = Memory.open(tmp_path / "run")
-    assert [(e.step, e.what, e.to) for e in memory.events] == [(STEPS, "rewind", 5)]
-    found = verified(memory, model)
-    assert found.passed, found
-    assert memory.path_to("0.weight", STEPS).tolist() == [0, 1, 2, 3, 4]
+            states[step + 1] = state_of(model)
+            if step == 4:
+                best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if way == "data":
+            for name, p in model.named_parameters():
+                p.data.copy_(best[0][name])
+        else:
+            model.load_state_dict(best[0])
+        if way == "with the optimizer":
+            optimizer.load_state_dict(best[1])
+        optimizer.zero_grad()
+        optimizer.step()  # without a gradient it moves nothing
+    memory = proved(tmp_path / "run", None, states)
+    assert not memory.events
+    assert any(
+        f"{STEPS}, where this memory ends: its weights are those after update 5" in r
+        for r in memory.remarks
+    )
 
 
 @each_kind
@@ -371,7 +375,8 @@ def test_one_entry_of_a_large_matrix_is_found_at_the_next_fingerprint(
     assert memory.events[0].why in memory.remarks
     found = verified(memory, model)
     assert found.passed, found
-    assert (found_at < memory.steps) == ("but for 1 of" in found.verdicts["0.weight"].why)
+    if found_at < memory.steps:
+        assert "but for 1 of" in found.verdicts["0.weight"].why
     assert torch.equal(at(memory, "0.weight", memory.steps), model[0].weight)
 
 

@@ -137,7 +137,7 @@ class Capture:
         self._tell(parameter, reason)
         for bias in {layer.bias for layer in own if layer.bias is not None}:
             if all(layer.bias != bias for layer in self.layers):
-                self.make_values(bias, f"belongs to {parameter!r}, which {reason}")
+                self.make_values(bias, reason)
 
     def hang(self, layer: Layer, use: Use, key: Key, batch: int) -> None:
         """Report a use past its module when a pass goes through it; `batch`: of so many examples of

@@ -59,16 +59,16 @@ def reasons_for_values(model: nn.Module, layers: Collection[Layer]) -> dict[str,
     covered = {name for layer in layers for name in layer.parameters}
     names, hidden = {id(p): name for name, p in model.named_parameters()}, _compiled(model)
     found: dict[str, str] = {}
-    for place, module in model.named_modules():
-        where = f"{place or 'model'!r}, {type(module).__module__}.{type(module).__qualname__}"
+    for module in model.modules():
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
         if module in hidden:
-            why = f"is inside {where}, which is compiled: record the module as it was before"
+            why = "is inside a compiled module: record the module as it was before"
         elif isinstance(module, nn.RNNBase):
-            why = f"is in {where}, whose kernel hides what its weights are multiplied with"
+            why = f"is in a {kind}, whose kernel hides what its weights are multiplied with"
         elif is_parametrized(module) or isinstance(module, ParametrizationList):
-            why = f"is parametrized in {where}: what is trained is not what meets the input"
+            why = f"is parametrized in a {kind}: what is trained is not what meets the input"
         else:
-            why = f"belongs to {where}, which no kind of layer describes"
+            why = f"belongs to a {kind}, which no kind of layer describes"
         for parameter in (p for p in module._parameters.values() if p is not None):
             if names[id(parameter)] not in covered:
                 found.setdefault(names[id(parameter)], why)

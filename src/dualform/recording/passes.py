@@ -27,7 +27,7 @@ from dualform.certificate.bounds import ROUNDING, spread
 from dualform.errors import RecordingError
 from dualform.layers import Layer, torch_internals
 from dualform.memory.content import COMPUTED_IN
-from dualform.recording.tags import Context
+from dualform.recording.tags import Context, Tag
 from dualform.recording.watched import LayerCall, Site, Watch, Watched, is_empty
 from dualform.recording.worker import Worker
 
@@ -54,6 +54,7 @@ class Passes:
         """Called where a pass begins, until the first optimizer is seen."""
         self._running: int | None = None
         self._count = self._arrived = 0
+        self._tags: set[Tag] = set()
         self._parcel: Parcel = []
         self._size = 0
 
@@ -133,6 +134,9 @@ class Passes:
     def _end(self) -> None:
         self._running = None
         self.finish()
+        tags, self._tags = self._tags, set()
+        for tag in tags:
+            tag.must_have_fitted()
 
     def finish(self) -> None:
         """Wait for the copies: where a pass ends, and before an update, if it was broken off."""
@@ -145,7 +149,8 @@ class Passes:
     def _keep(self, parcel: Parcel, is_summing: bool) -> None:
         for site, key, signal, of_key, of_signal, shape, context, number, order, layout in parcel:
             tag = None
-            if site.kind.has_tags(key, shape):
+            if site.kind.has_tags(key, shape) and context.tag is not None:
+                self._tags.add(context.tag)
                 tag = context.fitting(site.layer.name, shape, site.kind.tags_must_fit)
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)

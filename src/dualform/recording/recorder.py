@@ -262,7 +262,7 @@ class Recorder:
             undo.callback(worker.close)
             passes = Passes(watch, worker)
             for name, why in reasons_for_values(model, found).items():
-                watch.by_name[name].why = why
+                watch.make_values(watch.by_name[name], why)
             keeper = Keeper(watch, states, model, worker, self._findings)
             updates = Updates(watch, passes, keeper, self._findings, options.every)
             updates.begin(step)
@@ -307,10 +307,7 @@ class Recorder:
     def _make_values(self, parameter: str, reason: str) -> None:
         """Keep a parameter as values: it is used in a way that has no patterns."""
         watch = self._parts.watch
-        w = watch.by_name[parameter]
-        watch.make_values(w, reason)
-        if w.sites:
-            self._findings.warn(f"{parameter!r} {reason}; it is kept as values, without patterns")
+        watch.make_values(watch.by_name[parameter], reason)
 
     def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
         parts, options = self._parts, self._options
@@ -365,6 +362,7 @@ class Recorder:
         try:
             self._moves += 1  # of any optimizer: a step may have several, a tag holds until one
             updates.after(optimizer)
+            self._parts.writer.progress.set(self.steps)
         finally:
             if not updates.is_open:
                 self._interrupts.release()
@@ -409,8 +407,9 @@ class Recorder:
                     f"{updates.step}; the memory ends with what it was"
                 )
             changed = updates.end()
-            if kind is None and updates.step == updates.first:
-                self._findings.warn(
+            if kind is None and not updates.step:
+                say = self._findings.remark if self._options.resume else self._findings.warn
+                say(
                     "nothing was recorded: no optimizer moved a parameter of this model. Step the "
                     "optimizer of this very model during the recording, and mark updates made by "
                     "hand by `with recorder.update():`"

@@ -79,7 +79,6 @@ class Sink:
         """The step is complete: from here on it counts."""
         self.raise_failure()
         self.lines.append(line)
-        self._writer.progress.set(self.steps)
 
     def commit(self, kept: list[Kept], news: dict[str, Any]) -> None:
         """Hand everything settled to the writer; waits while all sets are still being written."""

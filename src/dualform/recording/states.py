@@ -86,6 +86,10 @@ class States:
         """The step whose marks weights and states have now, if they have been such before."""
         return self._history.get(self.now().tobytes())
 
+    def differ(self) -> Flags:
+        """Which parameters, or what is remembered of them, differ in any sampled bit."""
+        return np.asarray((self.now() != self._numbers).any(axis=0))
+
     def step_of_weights(self) -> int | None:
         """The last step whose weights the model has now, whatever its optimizers remember."""
         now = self.now()[0].tobytes()

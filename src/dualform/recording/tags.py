@@ -36,6 +36,8 @@ class Tag:
     update: int
     """How many updates there had been when it was given: no tag outlives the next one."""
     _fits: set[tuple[int, ...]] = field(default_factory=set)
+    _misfit: tuple[str, tuple[int, ...]] | None = None
+    """A layer that it does not fit, and need not, and the leading shape there."""
 
     def check(self, layer: str, shape: tuple[int, ...]) -> None:
         """Raise unless every column can be laid over patterns of this leading shape."""
@@ -53,6 +55,11 @@ class Tag:
                     "all: feed it batch first, or give a single value for all"
                 )
         self._fits.add(shape)
+
+    def must_have_fitted(self) -> None:
+        """Raise if a backward pass went through layers, and the tag fits none of them."""
+        if self._misfit is not None and not self._fits:
+            self.check(*self._misfit)
 
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
@@ -94,6 +101,7 @@ class Context(NamedTuple):
         if self.tag is None:
             return None
         if not must_fit and not all(_fits(v, shape) for v in self.tag.columns.values()):
+            self.tag._misfit = layer, shape
             return None
         if self.is_stale:
             raise RecordingError(

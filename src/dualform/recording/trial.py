@@ -31,7 +31,7 @@ class ByHand(Optimizer):
         super().__init__(parameters, {})
 
 
-HAND = path_of(ByHand)
+HAND, BY_HAND = path_of(ByHand), "is moved by hand, by a rule that is not known"
 ALONE = (
     "cannot be replayed parameter by parameter: what it does to one depends on others, on chance "
     "or on several gradients"
@@ -51,7 +51,7 @@ class Trial:
         self._copies = []
         path = settings[0].path if settings else ""
         if path == HAND:
-            self._make_values(moving, "the loop moves parameters by hand")
+            self._make_values(moving, BY_HAND)
         elif path in KEPT_STATES_ONLY:
             self._make_values(moving, f"{path} {ALONE}")
         elif path and not path.startswith("torch.optim.") and self._done.get(path, 0) < TRIALS:
@@ -72,7 +72,6 @@ class Trial:
         for w in watched:
             if self._watch.resolved[w.index]:
                 self._watch.make_values(w, why)
-                self._findings.warn(f"{why}. What it moves is kept as values")
 
 
 def _goes_there(w: Watched, setting: Setting, copy: OneParameter, gradient: Tensor) -> bool:

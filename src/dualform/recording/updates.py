@@ -34,7 +34,7 @@ from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.trial import HAND, Trial
+from dualform.recording.trial import BY_HAND, HAND, Trial
 from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched, listed
 
 ANCHOR = 64
@@ -185,10 +185,9 @@ class Updates:
         self._now.is_known[broken] = False
         if self.is_under_way:
             self.close_step()
-        changed = states.changed()
-        if changed.any():
-            changed[broken] = True
-            back = states.step_of_weights()
+        changed = states.changed() | (states.differ() if broken else False)
+        back = states.step_of_weights() if changed.any() else self.step
+        if back != self.step:
             which = "its weights are those of no recorded step"
             if back is not None:
                 which = f"its weights are those after update {back}"
@@ -315,26 +314,30 @@ class Updates:
 
     def _follow_owners(self, optimizer: Optimizer, moving: list[Watched]) -> None:
         """Find whether another optimizer moves these parameters from now on."""
-        states, first = self.keeper.states, self.step == self.first
+        states = self.keeper.states
         replaced = [w for w in moving if states.owner[w.index] is not optimizer]
         if not replaced:
             return
         had_another = any(states.owner[w.index] is not None for w in replaced)
         states.take_over(optimizer, replaced)
-        if first and not had_another:  # it may remember something of the time before
-            if self.step or any(map(states.state, replaced)):
+        is_warm = any(map(states.state, replaced))
+        why = f"from here on another {type(optimizer).__name__} moves it"
+        if self.step == self.first and not had_another:
+            if self.step or is_warm:
                 self.keeper.begin(self.step, replaced)
             if states.are_as_begun(replaced):
                 return
+            why = "resumed with another optimizer's state"
             self.findings.remark(
                 f"resumed at step {self.step} with another state of the optimizer than it had "
                 "there: what it remembered is part of the remainder"
             )
-        if had_another or any(map(states.state, replaced)):
-            why = f"from here on another {type(optimizer).__name__} moves it"
-            self.findings.event(self.step, "replaced", why, [w.name for w in replaced])
+        elif had_another or is_warm:
             self.keeper.snapshot(self.step, replaced)
             self.keeper.is_edited = True
+        else:
+            return
+        self.findings.event(self.step, "replaced", why, [w.name for w in replaced])
 
     def _explain(self, indices: list[int], scale: float) -> None:
         """Write down κ, and which parameters their patterns explain."""
@@ -377,10 +380,10 @@ class Updates:
             bad &= ~watch.unknown
         for w in (watch.parameters[i] for i in np.flatnonzero(bad)):
             if not any(site.was_used for site in w.sites):
-                watch.make_values(w, "its gradient comes from elsewhere than its layer's calls")
-                self.findings.warn(
-                    f"{w.name!r} got a gradient, though its layer was never called (it is used "
-                    "directly, compiled or transformed); it is kept as values, without patterns"
+                watch.make_values(
+                    w,
+                    "got a gradient, though its layer was never called (it is used directly, "
+                    "compiled or transformed)",
                 )
                 continue
             sentence = found.why(watch, w, self.step)
@@ -396,6 +399,8 @@ class Updates:
         """The optimizer has moved: its patterns are settled; what `.grad` holds now is carried."""
         running = self._running.pop()
         if id(optimizer) in self._wrappers:  # what it adds to the inner one's update is an edit
+            if self.find_edits(is_over=True):
+                self.keeper.states.take()
             return
         moving = running.moving if running.calls else self._unseen(optimizer)
         if not moving:
@@ -410,10 +415,6 @@ class Updates:
         if running.calls > 1:
             for w in moving:
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
-            self.findings.remark(
-                f"{type(optimizer).__name__} calls its closure several times: its updates are "
-                "known by kept states alone"
-            )
         self._settle(moving)
         watch.carried[indices] = True
         self._trial.end()
@@ -484,6 +485,22 @@ class Updates:
         keeper.after_step(now.line, watch.seen if now.is_seen else None)
         self.on_step(now.line)
         self._go_on(self.step)
+        if self.step == self.first + 1:
+            self._remark_unmoved()
+        if self.watch.unsaid:
+            self._say_values()
+
+    def _say_values(self) -> None:
+        """Say what has become values, once per reason: a surprise if its layer has patterns."""
+        found: dict[str, list[Watched]] = {}
+        for w in self.watch.unsaid:
+            if w.tensor.requires_grad:
+                found.setdefault(w.why, []).append(w)
+        self.watch.unsaid = []
+        for why, values in found.items():
+            is_surprise = why != BY_HAND and any(w.sites for w in values)
+            say = self.findings.warn if is_surprise else self.findings.remark
+            say(f"{listed([w.name for w in values])}: {why}; kept as values, without patterns")
 
     def _remark_unmoved(self) -> None:
         """Say what has a gradient, but no optimizer, when the first step is over."""

@@ -185,6 +185,8 @@ class Watch:
         self.carried, self.unknown = np.zeros(count, bool), np.zeros(count, bool)
         self.resolved = np.zeros(count, bool)
         self.sites: dict[Layer, Site] = {}
+        self.unsaid: list[Watched] = []
+        """Parameters that have become values, of which no remark has said so yet."""
 
     def __iter__(self) -> Iterator[Watched]:
         return iter(self.parameters)
@@ -246,6 +248,7 @@ class Watch:
         """From here on no pattern explains a parameter: its kept states alone say what it was."""
         self.resolved[w.index], w.why = False, why
         w.is_news = True
+        self.unsaid.append(w)
 
     def coverage(self, w: Watched) -> dict[str, str]:
         """How finely the memory can say who wrote a parameter, and why no finer."""

@@ -1,0 +1,398 @@
+"""One line in anybody's training code: who moves the model, how it is tagged, begun and ended."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import textwrap
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.recording.runs import backward, batch, plain, proved, state_of, update
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+import dualform
+from dualform import Memory, RecordingError, record
+from dualform.certificate.report import BITS, KEPT
+
+STEPS = 12
+
+# -- whoever steps the model's parameters ----------------------------------------------------------
+
+
+class MyAdamW(AdamW):
+    """A subclass without a step of its own."""
+
+
+class Prepared(torch.optim.Optimizer):
+    """What accelerate hands out: a wrapper that was never set up as an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "plain": lambda p: AdamW(p, lr=0.01),
+    "subclassed": lambda p: MyAdamW(p, lr=0.01),
+    "wrapped": lambda p: Prepared(SGD(p, lr=0.05, momentum=0.9)),
+    "with a schedule": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("born", ["before", "inside"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_is_found_by_its_step(kind: str, born: str, tmp_path: Path) -> None:
+    model = plain()
+    optimizer = OPTIMIZERS[kind](model.parameters()) if born == "before" else None
+    other = plain()
+    of_other = SGD(other.parameters(), lr=0.1)
+    states = {0: state_of(model)}
+    with record(model, tmp_path / "run") as recorder:
+        optimizer = optimizer or OPTIMIZERS[kind](model.parameters())
+        for step in range(STEPS):
+            assert recorder.steps == step
+            update(other, of_other, step)  # another model's optimizer never counts
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+            assert recorder.steps == step + 1
+    memory = proved(tmp_path / "run", model, states)
+    assert memory.steps == STEPS
+    assert not memory.events
+    assert not memory.remarks
+    bare = plain()
+    optimizer = OPTIMIZERS[kind](bare.parameters())
+    for step in range(STEPS):
+        update(bare, optimizer, step)
+    for name, p in bare.named_parameters():
+        assert torch.equal(p, dict(model.named_parameters())[name])
+
+
+@pytest.mark.parametrize("rule", [lambda p: SGD(p, lr=0.05, momentum=0.9), AdamW])
+def test_what_an_optimizer_remembers_of_the_time_before_is_the_initial_part(
+    rule: Any, tmp_path: Path
+) -> None:
+    model = plain()
+    optimizer = rule(model.parameters())
+    for step in range(5):
+        update(model, optimizer, step)
+    states = {0: state_of(model)}
+    with record(model, tmp_path / "run"):
+        for step in range(70):  # past the first fingerprint
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+    memory = proved(tmp_path / "run", model, states)
+    assert not memory.events
+
+
+def test_two_optimizers_in_turn_make_one_step(tmp_path: Path) -> None:
+    model = plain()
+    one, two = SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.01)
+    states = {0: state_of(model)}
+    with record(model, tmp_path / "run"):
+        for step in range(STEPS):
+            backward(model, step)
+            one.step()
+            two.step()
+            model.zero_grad()
+            states[step + 1] = state_of(model)
+    assert proved(tmp_path / "run", model, states).steps == STEPS
+
+
+def test_what_no_optimizer_moves_is_said_when_the_first_step_is_over(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model[2].parameters(), lr=0.1)
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(3):
+            update(model, optimizer, step)
+    (remark,) = recorder.remarks
+    assert remark.startswith("0.weight, 0.bias: has a gradient, but no optimizer moved it")
+
+
+def test_a_recording_of_no_step_says_so(tmp_path: Path) -> None:
+    model, other = plain(), plain()
+    optimizer = SGD(other.parameters(), lr=0.1)
+    with (
+        pytest.warns(UserWarning, match="nothing was recorded: no optimizer moved a parameter"),
+        record(model, tmp_path / "run"),
+    ):
+        update(other, optimizer, 0)
+    assert Memory.open(tmp_path / "run").steps == 0
+
+
+# -- updates by hand -------------------------------------------------------------------------------
+
+
+def by_hand(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.05)  # type: ignore[arg-type]
+
+
+def test_updates_by_hand_are_recorded_by_values(tmp_path: Path) -> None:
+    model, bare = plain(), plain()
+    states = {0: state_of(model)}
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(STEPS):
+            recorder.tag(label=batch(step)[1])
+            backward(model, step)
+            with recorder.update():
+                by_hand(model)
+            model.zero_grad()
+            states[step + 1] = state_of(model)
+            backward(bare, step)
+            by_hand(bare)
+            bare.zero_grad()
+    assert all(
+        torch.equal(a, b) for a, b in zip(bare.parameters(), model.parameters(), strict=True)
+    )
+    memory = proved(tmp_path / "run", model, verdict=KEPT)
+    assert memory.steps == STEPS
+    for step in memory.kept.steps("0.weight"):
+        assert torch.equal(memory.kept.weights("0.weight", step), states[step]["0.weight"])
+    (remark,) = recorder.remarks
+    assert remark.startswith("0.weight, 0.bias, 2.weight and 1 more: is moved by hand")
+    dual = dualform.DualForm(model, memory)
+    query = batch(99)[0][:1]
+    assert dual.attend(query)["0"].top(3).columns
+    with pytest.raises(dualform.QueryError, match="by hand"):
+        dual.contribute(query, target=1)
+
+
+@pytest.mark.filterwarnings("ignore:dualform")
+def test_a_block_of_updates_that_raises_ends_as_a_broken_off_update(tmp_path: Path) -> None:
+    model = plain()
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(6):
+            backward(model, step)
+            if step == 3:
+                with pytest.raises(ZeroDivisionError), recorder.update():
+                    model[0].weight.data.add_(1.0)
+                    raise ZeroDivisionError
+            with recorder.update():
+                by_hand(model)
+            model.zero_grad()
+    memory = proved(tmp_path / "run", model, verdict=None)
+    assert memory.steps == 6
+    assert [(e.step, e.what) for e in memory.events] == [(3, "edited")]
+
+
+def test_weights_that_move_without_an_optimizer_are_an_error_that_names_the_block(
+    tmp_path: Path,
+) -> None:
+    model = plain()
+    with (
+        pytest.raises(RecordingError, match=r"inside `with recorder.update\(\):`"),
+        record(model, tmp_path / "run"),
+    ):
+        for step in range(5):
+            backward(model, step)
+            by_hand(model)
+            model.zero_grad()
+    assert step == 2
+
+
+# -- tags= -----------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    """A model that is given its labels, as those of trainers are, and computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.words(input_ids).mean(1))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels)}
+
+
+def fed(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 11, (5, 7), generator=generator)
+    return {"input_ids": ids, "labels": torch.randint(0, 4, (5,), generator=generator)}
+
+
+@pytest.mark.parametrize("way", ["keywords", "positions"])
+def test_a_function_of_the_models_inputs_tags_every_batch(way: str, tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    with record(
+        model, tmp_path / "run", tags=lambda input_ids, labels, **_: {"label": labels}
+    ) as recorder:
+        for step in range(STEPS):
+            given = fed(step)
+            out = model(**given) if way == "keywords" else model(*given.values())
+            out["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():  # an evaluation without labels is not asked
+                model(given["input_ids"])
+        with pytest.raises(RecordingError, match="tags= names the patterns already"):
+            recorder.tag(label=[1])
+    labels = torch.cat([fed(step)["labels"] for step in range(STEPS)])
+    memory = Memory.open(tmp_path / "run")
+    assert memory.layer("head").patterns["label"].tolist() == labels.tolist()
+    assert memory.layer("words").patterns["label"].tolist() == labels.repeat_interleave(7).tolist()
+    proved(tmp_path / "run", model)
+
+
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        (lambda x: {}, r"tags= raised TypeError.*own inputs, here \(input_ids=Tensor, labels="),
+        (lambda **inputs: inputs["label"], "tags= raised KeyError"),
+        (lambda labels, **_: labels, "tags= returned a Tensor; expected a dict"),
+    ],
+)
+def test_a_function_that_cannot_say_the_tags_is_an_error_at_once(
+    tags: Any, message: str, tmp_path: Path
+) -> None:
+    model = Classifier()
+    with pytest.raises(RecordingError, match=message), record(model, tmp_path / "run", tags=tags):
+        model(**fed(0))["loss"].backward()
+
+
+def test_a_tag_that_fits_no_layer_is_an_error_at_once(tmp_path: Path) -> None:
+    model = nn.Embedding(11, 8)
+    with (
+        pytest.raises(
+            RecordingError, match=r"the tag 'label' has shape \[3\].*leading shape \[5, 7"
+        ),
+        record(model, tmp_path / "run") as recorder,
+    ):
+        recorder.tag(label=[1, 2, 3])
+        model(fed(0)["input_ids"]).sum().backward()
+
+
+# -- start and close -------------------------------------------------------------------------------
+
+
+def test_start_and_close_do_what_the_block_does_and_may_be_called_again(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    recorder = record(model, tmp_path / "run")
+    recorder.close()  # not begun: nothing to do
+    assert recorder.start() is recorder is recorder.start()
+    for step in range(STEPS):
+        update(model, optimizer, step)
+    recorder.close()
+    recorder.close()
+    assert proved(tmp_path / "run", model).closed
+    with pytest.raises(
+        RecordingError, match=r"used before; call dualform.record again, with resume"
+    ):
+        recorder.start()
+
+
+def test_closing_while_an_error_is_handled_does_not_hide_it(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    recorder = record(model, tmp_path / "run").start()
+    with pytest.raises(ZeroDivisionError):
+        try:
+            update(model, optimizer, 0)
+            raise ZeroDivisionError
+        finally:
+            recorder.close()
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps == 1
+    assert "the training loop was ended by ZeroDivisionError" in memory.remarks
+
+
+def test_a_recorder_left_on_the_model_breaks_no_copy(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(OrderedDict(fc=nn.Linear(6, 9), head=nn.Linear(9, 4)))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    model.recorder = record(model, tmp_path / "run").start()
+    for step in range(3):
+        update(model, optimizer, step)
+        assert copy.deepcopy(model).recorder is model.recorder
+    model.recorder.close()
+    dual = dualform.DualForm(model, tmp_path / "run")
+    assert torch.equal(dual.to_model().head.weight, model.head.weight)
+
+
+def test_a_second_run_of_a_cell_ends_the_lost_recorder_and_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    recorder = record(model, tmp_path / "run").start()
+    update(model, optimizer, 0)
+    with pytest.raises(RecordingError, match=r"resume=True to go on.*overwrite=True"):
+        record(model, tmp_path / "run").start()
+    assert recorder.steps == 1
+    recorder = record(model, tmp_path / "run", resume=True).start()
+    update(model, optimizer, 1)
+    del recorder
+    gc.collect()
+    with record(model, tmp_path / "run", resume=True):
+        update(model, optimizer, 2)
+    assert proved(tmp_path / "run", model).steps == 3
+
+
+def test_what_nobody_closed_is_committed_when_python_ends(tmp_path: Path) -> None:
+    script = f"""
+        import torch, dualform
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dualform.record(model, {str(tmp_path / "run")!r}).start()
+        for _ in range(4):
+            model(torch.randn(5, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    memory = Memory.open(tmp_path / "run")
+    assert memory.closed
+    assert memory.steps == 4
+    assert memory.layer("model").rows == 20
+
+
+# -- what cannot be recorded -----------------------------------------------------------------------
+
+
+def test_more_than_one_rank_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RecordingError, match=r"model on 2 ranks.*Train on one rank"):
+        record(plain(), tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore:dualform")
+def test_sparse_inputs_are_values_and_one_remark(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(4):
+            x, y = batch(step)
+            F.cross_entropy(model(x.to_sparse()), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = proved(tmp_path / "run", model, verdict=BITS)
+    assert memory.parameters["0.weight"].keep == "values"
+    (remark,) = recorder.remarks
+    assert remark.startswith("0.weight, 0.bias: is given a sparse or nested input")
+
+
+def test_dtypes_of_torch_are_names_too(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with record(model, tmp_path / "run", dtype=torch.float16):
+        update(model, optimizer, 0)
+    assert Memory.open(tmp_path / "run").layer("0").stored == torch.float16
