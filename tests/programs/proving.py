@@ -100,6 +100,23 @@ def certified(
     return dual
 
 
+def ends_before_other_weights(
+    program: Any, memory: Any, *inputs: Any, steps: int, best: int | None, **kwargs: Any
+) -> Any:
+    """Weights put in when training is over are no update, and no error: a remark says of which
+    recorded step they are, and the memory ends with the network that the last update left."""
+    (remark,) = [said for said in memory.remarks if "after its last update" in said]
+    assert f"last update, {steps}," in remark
+    which = "those of no recorded step" if best is None else f"those after update {best}"
+    assert remark.endswith(which)
+    dual = dualform.DualForm(program.model, memory)
+    if best is not None:
+        for name, weight in program.model.named_parameters():
+            assert torch.equal(dual.at(best).weights()[name], weight), name
+        attends(dual.at(best), program.model, memory, inputs, kwargs)
+    return certified(dual.to_model(), memory, *inputs, steps=steps, **kwargs)
+
+
 def attends(
     dual: Any, model: nn.Module, memory: Any, inputs: Any, kwargs: Mapping[str, Any]
 ) -> None:
@@ -115,11 +132,11 @@ def attends(
             torch.testing.assert_close(spotlight.queries, query, rtol=1e-4, atol=1e-5)
         elif name in given:
             tokens = given[name].reshape(-1, 1)
-            same = tokens == layer.keys.reshape(1, -1)
+            same = tokens == layer.keys[spotlight.rows].reshape(1, -1)
             assert torch.equal(spotlight.weights.bool(), same), name
             compared += 1
             continue
-        keys, queries = layer.keys.double(), spotlight.queries.double()
+        keys, queries = layer.keys[spotlight.rows].double(), spotlight.queries.double()
         sizes = queries.norm(dim=1)[:, None] * keys.norm(dim=1)
         off = (spotlight.weights - queries @ keys.T).abs()
         assert bool((off <= 1e-12 * sizes).all()), name

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.programs.proving import alone, certified, draws, recorded, started, the_same_weights
+from tests.programs.proving import (
+    alone,
+    certified,
+    draws,
+    ends_before_other_weights,
+    recorded,
+    started,
+    the_same_weights,
+)
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -62,7 +70,7 @@ class HuggingFace:
         self.texts = Texts(24)
 
     def train(self, *callbacks: Any, checkpoint: str | None = None) -> None:
-            arguments = transformers.TrainingArguments(
+        arguments = transformers.TrainingArguments(
             output_dir=str(self.place),
             num_train_epochs=3,
             per_device_train_batch_size=4,
@@ -156,7 +164,7 @@ def test_trainer_puts_the_best_weights_back(tmp_path: Path) -> None:
         lambda: HuggingFace(tmp_path / "checkpoints", **BEST), tmp_path / "run"
     )
     assert program.best.endswith("checkpoint-3")
-    the_memory_goes_on_to_the_last_update(program.model, memory, steps=9, best=3)
+    ends_before_other_weights(program, memory, steps=9, best=3, **asked(program.texts))
 
 
 def test_trainer_puts_the_last_weights_back(tmp_path: Path) -> None:
@@ -168,23 +176,6 @@ def test_trainer_puts_the_last_weights_back(tmp_path: Path) -> None:
     assert program.best.endswith("checkpoint-9")
     assert memory.remarks == ()
     certified(program.model, memory, steps=9, **asked(program.texts))
-
-
-def the_memory_goes_on_to_the_last_update(
-    model: nn.Module, memory: Any, *, steps: int, best: int
-) -> None:
-    """Best weights put back are no update: a remark names the recorded step that they are of."""
-    assert memory.steps == steps
-    memory.check()
-    (remark,) = memory.remarks
-    assert remark.endswith(f"those after update {best}")
-    dual = dualform.DualForm(model, memory)
-    found = dual.at(best).verify(every_step=True)
-    assert found.passed, found
-    assert {v.verdict for v in found.verdicts.values()} == {BITS}
-    then = dual.at(best).weights()
-    for name, weight in model.named_parameters():
-        assert torch.equal(then[name], weight), name
 
 
 def recording(path: Path, **options: Any) -> Any:
@@ -209,7 +200,7 @@ def test_a_recorder_in_a_callback(tmp_path: Path) -> None:
     assert draws() == then
     the_same_weights(program.model, plain.model)
     memory = dualform.Memory.open(tmp_path / "run")
-    the_memory_goes_on_to_the_last_update(program.model, memory, steps=9, best=3)
+    ends_before_other_weights(program, memory, steps=9, best=3, **asked(program.texts))
 
 
 def test_resuming_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:

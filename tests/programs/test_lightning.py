@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.programs.proving import alone, certified, draws, recorded, started, the_same_weights
+from tests.programs.proving import (
+    alone,
+    certified,
+    draws,
+    ends_before_other_weights,
+    recorded,
+    started,
+    the_same_weights,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualform
-from dualform.certificate.report import BITS
 
 lightning = pytest.importorskip("lightning")
 
@@ -192,7 +199,7 @@ def test_an_exponential_average_put_in_at_the_end(kind: type[Classifier], tmp_pa
     """Averages take the model's place for every validation, and for good when training is over."""
     program, memory = recorded(lambda: Fit(kind, callbacks=[averaged]), tmp_path / "run")
     steps = program.trainer.global_step
-    dual = the_memory_ends_at_the_last_update(memory, steps=steps)
+    dual = ends_before_other_weights(program, memory, program.x[:3], steps=steps, best=None)
     average = dual.averaged(decay=DECAY).weights()
     for name, weight in program.model.named_parameters():
         torch.testing.assert_close(average[name], weight, rtol=1e-5, atol=1e-6)
@@ -206,7 +213,7 @@ def test_stochastic_weight_averaging(tmp_path: Path) -> None:
         return callback(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
 
     program, memory = recorded(lambda: Fit(Classifier, callbacks=[averaging]), tmp_path / "run")
-    dual = the_memory_ends_at_the_last_update(memory, steps=12)
+    dual = ends_before_other_weights(program, memory, program.x[:3], steps=12, best=None)
     begun = [dual.at(step).weights() for step in (4, 8)]
     for name, weight in program.model.named_parameters():
         mean = (begun[0][name] + begun[1][name]) / 2
@@ -227,18 +234,5 @@ def test_stochastic_weight_averaging_of_a_batch_norm(tmp_path: Path) -> None:
         callback = lightning.pytorch.callbacks.StochasticWeightAveraging
         return callback(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
 
-    _, memory = recorded(lambda: Fit(Normed, callbacks=[averaging]), tmp_path / "run")
-    the_memory_ends_at_the_last_update(memory, steps=12)
-
-
-def the_memory_ends_at_the_last_update(memory: Any, *, steps: int) -> Any:
-    """An average is no recorded step: a remark says that the model is another one now."""
-    assert memory.steps == steps
-    memory.check()
-    (remark,) = memory.remarks
-    assert remark.endswith("those of no recorded step")
-    dual = dualform.DualForm(None, memory)
-    found = dual.verify(every_step=True)
-    assert found.passed, found
-    assert {v.verdict for v in found.verdicts.values()} == {BITS}
-    return dual
+    program, memory = recorded(lambda: Fit(Normed, callbacks=[averaging]), tmp_path / "run")
+    ends_before_other_weights(program, memory, program.x[:3], steps=12, best=None)

@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.programs.proving import alone, certified, recorded, started, the_same_weights
+from tests.programs.proving import (
+    alone,
+    certified,
+    ends_before_other_weights,
+    recorded,
+    started,
+    the_same_weights,
+)
 from torch import Tensor, nn
 
 import dualform
-from dualform.certificate.report import BITS
 
 skorch = pytest.importorskip("skorch")
 
@@ -74,15 +80,8 @@ def test_the_best_weights_are_put_back(tmp_path: Path) -> None:
     program, memory = recorded(Fit, tmp_path / "run")
     epochs, best = len(program.net.history), 3
     assert 1 < epochs < 10
-    assert memory.steps == 3 * epochs
-    (remark,) = memory.remarks
-    assert remark.endswith(f"those after update {best}")
-    dual = dualform.DualForm(program.model, memory)
-    found = dual.at(best).verify(every_step=True)
-    assert found.passed, found
-    assert found.verdict == BITS
-    for name, weight in program.model.named_parameters():
-        assert torch.equal(dual.at(best).weights()[name], weight), name
+    x = torch.from_numpy(program.x[:3])
+    ends_before_other_weights(program, memory, x, steps=3 * epochs, best=best)
 
 
 def test_a_recorder_in_a_callback(tmp_path: Path) -> None:
