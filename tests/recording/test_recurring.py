@@ -14,8 +14,9 @@ from tests.recording.runs import recording, verified
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import dualform
 from dualform.memory import Memory
-from dualform.recording import Recorder, recurring
+from dualform.recording import Recorder, record, recurring
 from dualform.recording.recurring import RowIndex
 
 WIDTH = 6
@@ -288,3 +289,48 @@ def test_what_training_computes_does_not_go_through_the_index(cast: bool, tmp_pa
     assert once == {"embed", "first"}
     assert {"block.self_attn.in_proj", "block.self_attn.out_proj"} < set(memory.layers)
     assert verified(memory, model).passed
+
+
+# -- layers that are given the same input ----------------------------------------------------------
+
+
+class Projections(nn.Module):
+    """Query, key and value are made from one tensor that training computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 16)
+        self.q, self.k, self.v = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x).tanh()
+        return self.q(h) * self.k(h) + self.v(h)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_keys_of_layers_fed_the_same_tensor_are_stored_once(dtype: str, tmp_path: Path) -> None:
+    model = Projections()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    fed: list[Tensor] = []
+    model.q.register_forward_hook(lambda m, x, y: fed.append(x[0].detach().clone()))
+    with record(model, tmp_path / "run", dtype=dtype):
+        for _ in range(6):
+            model(torch.randn(5, 6, generator=generator)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = Memory.open(tmp_path / "run")
+    expected = torch.cat(fed) if dtype == "float32" else torch.cat(fed).half().float()
+    (segment,) = (s for s in memory.opened.segments if s.rows)
+    assert segment.same_keys == {"k": "q", "v": "q"}
+    dualform.compact(memory, tmp_path / "small", dtype="float16", layers=["k", "v"])
+    for found in (memory, Memory.open(tmp_path / "small")):
+        for name in {"q", "k", "v"} & set(found.layers):
+            rows = torch.cat([b.keys for b in found.layer(name).blocks(7, error_signals=False)])
+            assert torch.equal(rows, expected if found is memory else expected.half().float())
+            assert torch.equal(found.layer(name).keys[3:9], rows[3:9])
+    with record(model, tmp_path / "run", dtype=dtype, resume=True):
+        model(torch.randn(5, 6)).sum().backward()
+        optimizer.step()
+    assert torch.equal(Memory.open(tmp_path / "run").layer("v").keys[:30], expected)

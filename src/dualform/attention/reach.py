@@ -39,7 +39,8 @@ def reach(record: Record, at: int) -> Reach:
     rules = [rule_of(setting.path) for setting in settings]
     for setting, rule in zip(settings, rules, strict=True):
         if rule is None:
-            return Reach("", f"{setting.path} is not linear in its gradients, as far as is known")
+            unknown = f"{setting.path} is not linear in its gradients, as far as is known"
+            return Reach("", known.why or unknown)
     if all(rule is not None and rule.is_linear for rule in rules):
         return Reach(LINEAR)
     if not record.explained[moved].all():

@@ -197,12 +197,14 @@ class Capture:
         key = args[0] if args else next(iter(kwargs.values()))
         dtype = output.dtype if site.kind.key_dtype is None else key.dtype  # as the kernel rounds
         is_guarded = is_trained and hooks_on_saving(True) is None
-        if not is_guarded or (key.dim() > 2 and not key.is_contiguous()):
+        if not is_guarded or (key.ndim > 2 and not key.is_contiguous()):
             key = torch_internals.detached(key, dtype, copy=True)
         elif dtype is not key.dtype:
             key = torch_internals.detached(key, dtype)
         shape = None
-        if made_by.name() in UNFOLDED:  # an activation in place would cut it off its product
+        if (
+            key.ndim != 2 and made_by.name() in UNFOLDED
+        ):  # an activation in place would cut it off its product
             made_by, shape = made_by.next_functions[0][0], output.shape
         if self._walk.handles:
             self._walk.mark(made_by)

@@ -32,7 +32,7 @@ class LinearKind(Kind):
         return is_plain(module, nn.Linear)
 
     def rows(self, layer: Layer, given: Tensor, signal: Tensor) -> tuple[Tensor, Tensor, Shape]:
-        if given.dim() == 2 == signal.dim():  # the usual case, in five calls less
+        if given.ndim == 2 == signal.ndim:  # the usual case, in five calls less
             return given, signal, (given.shape[0],)
         return super().rows(layer, given, signal)
 

@@ -47,8 +47,12 @@ class Progress:
     def set(self, steps: int) -> None:
         """Say that so many updates are completed: one short write, into the system's cache."""
         with contextlib.suppress(OSError):  # on a full disk, training goes on; it may be closed
-            os.lseek(self._descriptor, 0, os.SEEK_SET)
-            os.write(self._descriptor, _word(steps).to_bytes(WORD, "little"))
+            word = _word(steps).to_bytes(WORD, "little")
+            if hasattr(os, "pwrite"):
+                os.pwrite(self._descriptor, word, 0)
+            else:  # not a POSIX system
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+                os.write(self._descriptor, word)
 
     def release(self) -> None:
         """Let others write. May be called again; in a forked child it does nothing."""

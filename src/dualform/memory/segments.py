@@ -58,12 +58,15 @@ class Segment:
         """The number of updates after its last step."""
         self.rows, self.distinct = counts(entry["rows"]), counts(entry["distinct"])
         """Of every layer, and how many keys are stored of those whose keys are referred to."""
+        self.same_keys = {n: exactly(str, of) for n, of in entry["same_keys"].items()}
+        """Layers that were given the same input as another one, whose keys are stored."""
         self.news = exactly(dict, entry["news"])
         self._listed = exactly(dict, entry["kept"])
         most = max(self.steps, *self.rows.values(), 0)
         fewer = all(n <= self.rows[layer] for layer, n in self.distinct.items())
-        if most > self.bytes + ROOM or not fewer or (self.rows and not self.steps):
-            raise ValueError("steps, rows and distinct keys that its file cannot hold")
+        shared = all(self.rows[n] == self.rows[of] for n, of in self.same_keys.items())
+        if most > self.bytes + ROOM or not fewer or not shared or (self.rows and not self.steps):
+            raise ValueError("steps, rows and keys that its file cannot hold")
 
     @cached_property
     def file(self) -> TensorFile:
@@ -80,6 +83,7 @@ class Segment:
         """Some rows of a part as they are stored; [n, width], or [n] without a width."""
         total = self._stored(layer, part)
         shape = (total,) if width is None else (total, width)
+        layer = self.same_keys.get(layer, layer) if part == "keys" else layer
         return self.file.tensor(rows_name(layer, part), shape, dtypes, rows)
 
     def references(self, layer: str, rows: slice = slice(None)) -> Tensor:
@@ -100,6 +104,8 @@ class Segment:
                 numbers = self.references(layer)
                 size = max(0, total - int(numbers.max()) + int(numbers[:rows].max()))
             yield part, stored[:size]
+        if layer in self.same_keys:
+            yield "keys", self.file.tensor(rows_name(self.same_keys[layer], "keys"))[:rows]
 
     def _stored(self, layer: str, part: str) -> int:
         """How many rows of a part are stored."""
@@ -171,7 +177,7 @@ class Segment:
             for name, listed in self._listed.items():
                 _, what, of, _ = name.split("/")
                 steps, last = list(map(count, listed)), self.end - (what == "gradient")
-                if steps != sorted(steps) or not self.first_step <= steps[0] <= steps[-1] <= last:
+                if steps != sorted(steps) or not 0 <= steps[0] <= steps[-1] <= last:
                     raise ValueError(f"{name} of steps {steps!r:.100}")
                 own = found.setdefault(unquoted(of), {})
                 own.setdefault(unquoted(what), []).append((name, steps))

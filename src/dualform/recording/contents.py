@@ -10,6 +10,8 @@ the sums that every gradient was compared with: the difference along the signs, 
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,8 +23,8 @@ from dualform.memory.narrowing import lost_in_use, narrowed
 from dualform.recording.line import Line, stacked
 from dualform.recording.recurring import Recurring
 from dualform.recording.regions import Region
-from dualform.recording.tags import lay_out, positions
-from dualform.recording.watched import LayerCall, Site, Watch
+from dualform.recording.tags import TagColumns, positions
+from dualform.recording.watched import LayerCall, Settled, Site, Watch
 
 Regions = dict[tuple[Layer, str], Region]
 
@@ -61,62 +63,37 @@ class Contents:
         self._stored, self._recurring = stored, recurring
 
     def content(
-        self, first: int, lines: list[Line], full: Regions, uses: dict[Layer, list[LayerCall]]
+        self, first: int, lines: list[Line], full: Regions, uses: dict[Layer, list[Settled]]
     ) -> SegmentContent:
         """Lay out whole steps: rows, their uses, the columns of their tags, the log."""
-        used = {layer: found for layer, found in uses.items() if found}
-        rows: dict[str, list[tuple[str, Tensor]]] = {}
-        lost: dict[str, Lost] = {}
-        for layer, found in used.items():
-            site = self._sites[layer]
+        calls = {
+            layer: [(step, call) for step, own in settled for call in own]
+            for layer, settled in uses.items()
+            if settled
+        }
+        numbers = sorted({(step, call.number) for own in calls.values() for step, call in own})
+        firsts: dict[int, int] = {}
+        rank = {(step, n): at - firsts.setdefault(step, at) for at, (step, n) in enumerate(numbers)}
+        tags = TagColumns(self._kinds)
+        made = SegmentContent(first, len(lines), log=stacked(lines) if lines else {})
+        for layer, own in calls.items():
+            site, name = self._sites[layer], layer.name
             parts = {
                 part: Narrowed(full[layer, part], self._stored, scaled=part != "keys")
                 for part in site.parts
             }
-            rows[layer.name] = [
-                tensor
-                for part, narrowed in parts.items()
-                for tensor in self._tensors(layer, part, narrowed)
-            ]
+            found = [self._tensors(layer, part, rows) for part, rows in parts.items()]
+            made.rows[name] = list(chain.from_iterable(found))
             if self._stored is not None and site.keep == "patterns":
-                lost[layer.name] = self._lost(site, parts, found)
-        passes: dict[int, set[int]] = {}
-        for call in (u for found in used.values() for u in found):
-            passes.setdefault(call.step, set()).add(call.number)
-        rank = {(s, n): r for s, own in passes.items() for r, n in enumerate(sorted(own))}
-        laid = {layer: [self._laid_over(layer, u) for u in found] for layer, found in used.items()}
-        pairs = [
-            (u.tag, s) for la, found in used.items() for u, s in zip(found, laid[la], strict=True)
-        ]
-        begins, tags = lay_out(pairs, self._kinds)
-        start = iter(begins)
-        return SegmentContent(
-            first_step=first,
-            steps=len(lines),
-            rows=rows,
-            uses={
-                layer.name: use_table(
-                    [
-                        [
-                            *(u.step, rank[u.step, u.number], *u[2:6]),
-                            *(positions(u.tag, over), next(start), u.layout),
-                        ]
-                        for u, over in zip(found, laid[layer], strict=True)
-                    ],
-                    [u.shape for u in found],
-                )
-                for layer, found in used.items()
-            },
-            tags=tags,
-            lost=lost,
-            log=stacked(lines) if lines else {},
-            kept=[],
-            news={},
-        )
-
-    def _laid_over(self, layer: Layer, use: LayerCall) -> tuple[int, ...]:
-        """What tags are laid over: a use's patterns, or where examples are kept, one row each."""
-        return use.shape[:1] if self._sites[layer].keep == "examples" else use.shape
+                made.lost[name] = self._lost(site, parts, [call for _, call in own])
+            table = []
+            for step, call in own:  # where examples are kept, each is one row
+                over = call.shape[:1] if site.keep == "examples" else call.shape
+                place = positions(call.tag, over), tags.place(call.tag, over), call.layout
+                table.append([step, rank[step, call.number], *call[1:5], *place])
+            made.uses[name] = use_table(table, [call.shape for _, call in own])
+        made.tags = tags.columns()
+        return made
 
     def _tensors(self, layer: Layer, part: str, narrowed: Narrowed) -> list[tuple[str, Tensor]]:
         """The tensors that one part is written as."""
@@ -136,13 +113,13 @@ class Contents:
     def _lost(self, site: Site, parts: dict[str, Narrowed], uses: list[LayerCall]) -> Lost:
         """What rounding changed in every use, parameter by parameter."""
         keys, signals = parts["keys"], parts["error_signals"]
-        found: dict[str, list[tuple[float, float]]] = {w.name: [] for _, w in site.parameters}
+        found: dict[str, list[tuple[float, float]]] = {w.name: [] for w in site.parameters.values()}
         first = 0
         for use in uses:
             here = slice(first, first := first + use.rows)
             exact = keys.full[here], signals.full[here]
             rounded = keys.read(here), signals.read(here)
-            for _, w in site.parameters:
-                signs = self._watch.signs[w.place_of(site.layer)]
+            for role, w in site.parameters.items():
+                signs = self._watch.signs[site.places[role]]
                 found[w.name].append(lost_in_use(site.layer, w.name, w.v, signs, exact, rounded))
         return {name: np.array(table) for name, table in found.items()}

@@ -36,9 +36,6 @@ SINGLE = 2.0**-24
 
 PARTS = ("keys", "error_signals")
 
-COARSE = 1e-4
-"""From this share of a sum on its rounding hides a factor that is not 1: products of 16 bits."""
-
 LEAST = 64 * 2.0**-149
 """Below this float32 has no digits left, so nothing can be said of a difference."""
 
@@ -92,7 +89,7 @@ def explain(watch: Watch, moving: Flags) -> Comparison:
         for i in np.flatnonzero(among & (watch.rows == 1) & ~watch.carried):
             if kappa[i] != 1.0 and watch.parameters[i].v is not None:
                 found.is_explained[i] = _is_multiple(watch.parameters[i], kappa[i], room[i])
-    if (kappa != 1.0).any() or (room > COARSE * size)[sure].any():
+    if (here & watch.narrow).any():
         _sharpen(watch, kappa, found.is_explained & watch.resolved)
     return found
 
@@ -155,26 +152,25 @@ def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
     goes through once; the largest entry says κ to the last place or the one before.
     """
     exact: dict[float, float] = {}
-    chosen = [watch.parameters[i] for i in np.flatnonzero(among & ~watch.carried)]
+    chosen = [watch.parameters[i] for i in np.flatnonzero(among & watch.narrow & ~watch.carried)]
     for w in sorted(chosen, key=lambda w: w.tensor.numel()):
         factor = float(kappa[w.index])
-        if factor not in exact and is_narrow(w):
+        if factor not in exact and is_gone_through_once(w):
             total, gradient = pending_gradient(w).view(-1), w.tensor.grad
             assert gradient is not None
             place = int(total.abs().argmax())
+            if not total[place]:  # a layer that died says nothing
+                continue
             ratio = float(gradient.view(-1)[place].double() / total[place].double())
             exact[factor] = settled(ratio, 0.0, float(watch.u[w.index]))
     for i in np.flatnonzero(among):
         kappa[i] = exact.get(float(kappa[i]), kappa[i])
 
 
-def is_narrow(w: Watched) -> bool:
-    """Whether products of a parameter's pending patterns were made in fewer bits than it has, one
-    in each pass: where several meet, a cast may have rounded their sum."""
-    calls = [call for site in w.sites for call in site.pending if site.keep == "patterns"]
-    is_once = len({call.number for call in calls}) == len(calls)
-    bytes_each = w.tensor.dtype.itemsize
-    return is_once and any(COMPUTED_IN[call.code].itemsize < bytes_each for call in calls)
+def is_gone_through_once(w: Watched) -> bool:
+    """Whether no pass has several uses of a parameter: a cast may have rounded their sum."""
+    numbers = [call.number for site in w.sites for call in site.pending]
+    return len(set(numbers)) == len(numbers)
 
 
 def pending_gradient(w: Watched) -> Tensor:
@@ -183,7 +179,7 @@ def pending_gradient(w: Watched) -> Tensor:
     found: list[tuple[int, slice, Tensor]] = []
     for site in w.sites:
         first = site.settled
-        role = next(role for role, own in site.parameters if own is w)
+        role = next(role for role, own in site.parameters.items() if own is w)
         for use in site.pending:
             here, dtype = slice(first, first := first + use.rows), COMPUTED_IN[use.code]
             keys, signals = (site.parts[part].filled[here] for part in PARTS)

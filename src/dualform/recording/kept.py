@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.certificate.bounds import Along, Motion, walk
+from dualform.certificate.bounds import ROUNDING, Along, Motion, walk
+from dualform.certificate.marks import nature_of
 from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
@@ -40,13 +41,20 @@ Kept = tuple[str, str, int, Any]
 History = list[tuple[Line, Reals | None]]
 """Lines of the log since the last fingerprint, with g v of all rows where it was seen."""
 
-Copies = list[tuple[Watched, Tensor, Tensor | None]]
-"""Parameters as they were: weights and momentum."""
+Copies = list[tuple[Watched, dict[str, Any]]]
+"""Parameters as they were: "weights", and what was asked for of "state.momentum_buffer", …"""
+
+MOMENTUM = "momentum_buffer"
 
 
 def is_kept(value: Any) -> bool:
     """Whether what an optimizer remembers can be kept: a tensor, or a plain number."""
     return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def copied(value: Any) -> Any:
+    """Copy what may change in place."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 class Keeper:
@@ -66,34 +74,36 @@ class Keeper:
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()
         self._history: History = []
-        self._before: tuple[int, dict[Watched, Along]] = -1, {}
+        self._before = -1, self._along([])
         self._trained = np.zeros(len(watch), bool)
 
     def _put(self, what: str, name: str, step: int, value: Any) -> int:
-        if isinstance(value, Tensor):
-            value = value.detach().to("cpu", copy=True)
         self.kept.append((what, name, step, value))
         return value.nbytes if isinstance(value, Tensor) else 8
 
-    def snapshot(self, step: int, watched: Iterable[Watched], *, states: bool = True) -> int:
+    def snapshot(self, step: int, watched: Iterable[Watched]) -> int:
         """Keep the very bits of parameters and of what is remembered of them."""
-        size = 0
-        for w in watched:
-            size += self._put("weights", w.name, step, self.states.weights(w))
-            for name, value in self.states.state(w).items() if states else ():
-                if is_kept(value):
-                    size += self._put(f"state.{name}", w.name, step, value)
-        return size
+        return self._keep(step, self._copies(watched))
+
+    def keep_weights(self, step: int, watched: Iterable[Watched]) -> int:
+        """Keep weights alone: of parameters that are never replayed."""
+        return self._keep(step, self._copies(watched, only=""))
+
+    def _keep(self, step: int, copies: Copies) -> int:
+        own = ((w.name, *item) for w, found in copies for item in found.items())
+        return sum(self._put(what, name, step, value) for name, what, value in own)
 
     def begin(self, step: int, watched: Iterable[Watched]) -> None:
         """Keep what updates start from; again of those whose optimizer, found when it is about to
         take its first step, remembers something."""
-        self.snapshot(step, watched)
-        self._worker.do(self._begin_history, step, self._copies(watched))
+        copies = self._copies(watched)
+        self._keep(step, copies)
+        self._worker.do(self._begin_history, step, copies)
 
     def keep_buffers(self, step: int, with_large: bool = True) -> int:
         """Keep the buffers that have changed since they were last kept."""
-        return sum(self._put("buffer", *own) for own in self._buffers.changes(step, with_large))
+        changed = self._buffers.changes(with_large)
+        return sum(self._put("buffer", name, step, now) for name, now in changed)
 
     def take(self) -> list[Kept]:
         """Hand over what was kept since the last segment."""
@@ -117,7 +127,7 @@ class Keeper:
         for index in np.flatnonzero(line.moved & ~self._watch.resolved) if small else ():
             w = self._watch.parameters[index]
             if w.is_small:
-                self._small_bytes += self.snapshot(step, [w], states=False)
+                self._small_bytes += self.keep_weights(step, [w])
         self._small_bytes += self.keep_buffers(step, small)
 
     def after_step(self, line: Line, seen: Reals | None) -> None:
@@ -133,7 +143,7 @@ class Keeper:
         for w in watched:
             if w.tensor.grad is not None:
                 gradient = w.tensor.grad if scale == 1.0 else w.tensor.grad * scale
-                self._put("gradient", w.name, step, gradient)
+                self._put("gradient", w.name, step, copied(gradient))
 
     def anchor(
         self, step: int, settings: list[Setting], *, keep: bool = False, but: Flags | None = None
@@ -146,75 +156,97 @@ class Keeper:
         is_as_left = but is None or not but.any()
         if but is not None:
             chosen = [w for w in chosen if not but[w.index]]
-        if keep or self.due or self._has_room(chosen):
-            self._bytes += self.snapshot(step, chosen)
+        is_whole = keep or self.due or self._has_room(chosen)
+        copies = self._copies(chosen, only=None if is_whole else MOMENTUM)
+        if is_whole:
+            self._bytes += self._keep(step, copies)
             if is_as_left:  # buffers come with weights, when others are put in
                 self.keep_buffers(step)
         self.due = False
         history, self._history = [] if self.is_edited else self._history, []
         self.is_edited = False
-        self._worker.do(self._compare, step, self._copies(chosen), history, settings)
+        self._worker.do(self._compare, step, copies, history, settings)
 
-    def _copies(self, watched: Iterable[Watched]) -> Copies:
+    def _copies(self, watched: Iterable[Watched], only: str | None = None) -> Copies:
+        """Copy parameters and what is remembered of them: all that can be kept, or one of it."""
         copies = []
         for w in watched:
-            m = self.states.state(w).get("momentum_buffer")
-            copied = m.to("cpu", copy=True) if isinstance(m, Tensor) else None
-            copies.append((w, self.states.weights(w).to("cpu", copy=True), copied))
+            held = {n: v for n, v in self.states.state(w).items() if only in (None, n)}
+            own = {f"state.{n}": copied(v) for n, v in held.items() if is_kept(v)}
+            copies.append((w, {"weights": copied(self.states.weights(w))} | own))
         return copies
 
     # -- the worker's thread --------------------------------------------------------------------
 
     def _begin_history(self, step: int, copies: Copies) -> None:
         """Take a fingerprint to compare the next one with; the snapshot tells readers of it."""
-        self._before = step, self._before[1] | {copy[0]: along(*copy) for copy in copies}
+        self._before = step, self._along(copies, self._before[1])
 
     def _compare(
         self, step: int, copies: Copies, history: History, settings: list[Setting]
     ) -> None:
         """Take the fingerprint of a copied state; is it where the rule leads from the last one?"""
-        now = {copy[0]: along(*copy) for copy in copies}
-        for w, found in now.items():
-            fingerprint = torch.from_numpy(np.stack([found.W, found.m, found.size]))
+        now = self._along(copies)
+        for w, _ in copies:
+            fingerprint = torch.from_numpy(np.stack([part[w.place] for part in now[:3]]))
             self.kept.append(("fingerprint", w.name, step, fingerprint))
         (since, before), self._before = self._before, (step, now)
-        if step - since != len(history) or any(seen is None for _, seen in history):
+        way = [(line, seen) for line, seen in history if seen is not None]
+        if not way or len(way) != step - since:
             return
-        for w, weights, momentum in copies if history else ():
-            if w in before and not self._is_reached(w, before[w], now[w], history, settings):
-                why = (
-                    f"{w.name!r} is not where its learning rule puts it: something changed it "
-                    f"between its updates of steps {since} and {step - 1}"
-                )
-                self._findings.stop_later(why)
-                self._findings.event(step, "edited", why, [w.name])
-                if w.name not in self._found:
-                    self._found.add(w.name)
-                    self.kept.append(("weights", w.name, step, weights))
-                    if momentum is not None:
-                        self.kept.append(("state.momentum_buffer", w.name, step, momentum))
+        elsewhere = self._elsewhere(before, now, way, settings)
+        for w, own in copies:
+            if not elsewhere[w.index]:
+                continue
+            why = (
+                f"{w.name!r} is not where its learning rule puts it: something changed it "
+                f"between its updates of steps {since} and {step - 1}"
+            )
+            self._findings.stop_later(why)
+            self._findings.event(step, "edited", why, [w.name])
+            if w.name not in self._found:
+                self._found.add(w.name)
+                self._keep(step, [(w, own)])
 
-    def _is_reached(
-        self, w: Watched, start: Along, end: Along, history: History, settings: list[Setting]
-    ) -> bool:
-        """Whether a rule with scalars only leads from one fingerprint to the next."""
-        motions = []
-        for line, seen in history:
-            if line.moved[w.index] and seen is not None:
-                setting, fresh = settings[line.setting[w.index]], bool(line.fresh[w.index])
-                rule = rule_of(setting.path)
-                if rule is None or not rule.is_linear:
-                    return True
-                motions.append(Motion(linear_factors(setting, fresh, w.nature[1]), seen[w.place]))
-        off = walk(start, end, motions, float(self._watch.u[w.index]))
-        return bool((off.room_W >= off.W).all() or not np.isfinite(end.W).all())
+    def _along(self, copies: Copies, others: Along | None = None) -> Along:
+        """Take the fingerprint of copies: rows of all parameters; of others as known, or nan."""
+        watch = self._watch
+        W, m, size = np.full((3, len(watch.owner)), np.nan) if others is None else others[:3]
+        for w, own in copies:
+            v, momentum = None if w.v is None else w.v.double().cpu(), own.get(f"state.{MOMENTUM}")
+            W[w.place], size[w.place] = projected(own["weights"], v)
+            m[w.place] = projected(momentum, v)[0] if isinstance(momentum, Tensor) else 0.0
+        m_size = np.sqrt(watch.fold(m * m) / np.maximum(1, watch.rows))
+        return Along(W, m, size, m_size[watch.owner])
 
-
-def along(w: Watched, weights: Tensor, momentum: Tensor | None) -> Along:
-    """Take the fingerprint of a copy."""
-    v = None if w.v is None else w.v.double().cpu()
-    W, size = projected(weights, v)
-    return Along(W, np.zeros_like(W) if momentum is None else projected(momentum, v)[0], size)
+    def _elsewhere(
+        self,
+        start: Along,
+        end: Along,
+        history: list[tuple[Line, Reals]],
+        settings: list[Setting],
+    ) -> Flags:
+        """Which parameters no rule with scalars only leads from one fingerprint to the next."""
+        watch, found = self._watch, np.zeros(len(self._watch), bool)
+        ways: dict[tuple[bytes, torch.dtype], list[Watched]] = {}
+        log = np.array([np.where(s.moved, 2 * s.setting + s.fresh, -1) for s, _ in history])
+        known = watch.fold(np.isfinite(sum(start[:2]) + sum(end[:2]))) == watch.rows
+        for w in watch:  # all that the same settings moved at the same steps, at once
+            if known[w.index]:
+                ways.setdefault((log[:, w.index].tobytes(), w.nature[1]), []).append(w)
+        for (_, dtype), together in ways.items():
+            way = log[:, together[0].index]
+            steps = np.flatnonzero(way >= 0).tolist()
+            rules = [rule_of(settings[way[nth] // 2].path) for nth in steps]
+            if not all(rule is not None and rule.is_linear for rule in rules):
+                continue
+            rows = watch.among(together)[watch.owner]
+            made = {n: linear_factors(settings[n // 2], n % 2 == 1, dtype) for n in set(way) - {-1}}
+            motions = [Motion(made[way[nth]], history[nth][1][rows]) for nth in steps]
+            a, b = (Along(*(np.asarray(part)[rows] for part in point)) for point in (start, end))
+            off = walk(a, b, motions, ROUNDING[dtype])
+            found[watch.owner[rows][~(off.room_W >= off.W)]] = True
+        return found
 
 
 class Buffers:
@@ -228,7 +260,7 @@ class Buffers:
         }
         self._last: dict[str, Tensor] = {}
 
-    def changes(self, step: int, with_large: bool) -> list[tuple[str, int, Tensor]]:
+    def changes(self, with_large: bool) -> list[tuple[str, Tensor]]:
         """Every buffer that differs from when it was last asked for.
 
         By its content: torch does not count what a batch norm does to its running statistics.
@@ -236,18 +268,17 @@ class Buffers:
         found = []
         for name, (module, own) in list(self._places.items()):
             now, last = module._buffers.get(own), self._last.get(name)
-            if last is not None and (
-                now is None or (now.shape, now.dtype) != (last.shape, last.dtype)
-            ):
-                del self._places[name]
-                what = "was removed" if now is None else f"became {now.dtype} {list(now.shape)}"
-                self._findings.remark(
-                    f"the buffer {name!r} {what} during training; the memory holds what it was "
-                    "before"
-                )
-            elif now is not None and (with_large or now.numel() <= SMALL):
-                now = now.detach().cpu()
-                if last is None or not torch.equal(now, last):
-                    self._last[name] = now.clone()
-                    found.append((name, step, now))
+            if now is None or (last is not None and nature_of(now) != nature_of(last)):
+                if last is not None:
+                    del self._places[name]
+                    what = "was removed" if now is None else f"became {now.dtype} {[*now.shape]}"
+                    self._findings.remark(
+                        f"the buffer {name!r} {what} during training; the memory holds what it was "
+                        "before"
+                    )
+                continue
+            is_wanted = with_large or now.numel() <= SMALL
+            if is_wanted and (last is None or not torch.equal(now.detach().cpu(), last)):
+                self._last[name] = copied(now)
+                found.append((name, self._last[name]))
         return found

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf, prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from dualform.errors import RecordingError
 from dualform.layers import Layer, torch_internals
 from dualform.memory.content import COMPUTED_IN
 from dualform.recording.tags import Context, Tag
-from dualform.recording.watched import LayerCall, Site, Watch, Watched, is_empty
+from dualform.recording.watched import Flags, LayerCall, Site, Watch, Watched, is_empty
 from dualform.recording.worker import Worker
 
 PARCEL = 1 << 20
@@ -98,34 +99,35 @@ class Passes:
         self._count, self._arrived = self._count + 1, 0
         torch_internals.at_end_of_pass(self._end)
         self.worker.wait()
-        watch = self.watch
-        anew = [w for w in watch.parameters if w.tensor.grad is None or is_empty(w.tensor.grad)]
-        partly = self._drop_rows(anew)
-        watch.forget(anew)
-        watch.unknown[partly] = True
+        grads = [w.tensor.grad for w in self.watch.parameters]
+        gone = np.array([grad is None or is_empty(grad) for grad in grads], bool)
+        partly = self._drop_rows(gone)
+        self.watch.forget(gone)
+        self.watch.unknown[partly] = True
 
-    def _was_written(self, w: Watched) -> bool:
-        """Whether an empty gradient was not: patterns that add zeros are not thrown away."""
-        is_summed = self.watch.resolved[w.index]
-        return w.tensor.grad is None or not is_summed or self.watch.gross[w.index] != 0
-
-    def _drop_rows(self, anew: list[Watched]) -> list[int]:
+    def _drop_rows(self, gone: Flags) -> list[int]:
         """Take back pending rows whose gradients were thrown away, or never reached.
 
         Where another gradient still holds them, rows stay that one's: of the empty ones, which are
         returned, it is not known what they get from now on.
         """
         partly = []
-        for site in {
-            id(s): s for w in anew for s in w.sites if s.pending and self._was_written(w)
-        }.values():
-            trained = [w for _, w in site.parameters if w.tensor.requires_grad]
-            empty = [w.index for w in trained if is_empty(w.tensor.grad)]
-            if len(empty) == len(trained):
-                site.drop_pending()
-            else:
-                partly += empty
+        for site in self.watch.sites.values():
+            if site.pending and any(
+                gone[w.index] and self._was_written(w) for w in site.parameters.values()
+            ):
+                trained = [w.index for w in site.parameters.values() if w.tensor.requires_grad]
+                empty = [i for i in trained if gone[i]]
+                if len(empty) == len(trained):
+                    site.drop_pending()
+                else:
+                    partly += empty
         return partly
+
+    def _was_written(self, w: Watched) -> bool:
+        """Whether an empty gradient was not: patterns that add zeros are not thrown away."""
+        is_summed = self.watch.resolved[w.index]
+        return w.tensor.grad is None or not is_summed or self.watch.gross[w.index] != 0
 
     def _hand_over(self) -> None:
         parcel, self._parcel, self._size = self._parcel, [], 0
@@ -155,7 +157,7 @@ class Passes:
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)
             dtype = CODE[signal.dtype]
-            used = LayerCall(-1, number, context.call, order, dtype, rows, tag, shape, layout)
+            used = LayerCall(number, context.call, order, dtype, rows, tag, shape, layout)
             site.pending.append(used)
             site.was_used = True
             now = torch_internals.version_of(key), torch_internals.version_of(signal)
@@ -168,10 +170,13 @@ class Passes:
 
     def _keep_rows(self, site: Site, key: Tensor, signal: Tensor, is_summing: bool) -> int:
         """Copy keys and error signals; sum δ (x·v) into what the gradients should be."""
-        u = ROUNDING[signal.dtype]
         keys = site.parts["keys"].append(key)
         self.bytes += keys.nbytes
+        count = keys.shape[0]
+        u = ROUNDING[signal.dtype] * spread(count)
         if site.keep == "patterns":
+            if signal.dtype.itemsize < site.weight.tensor.dtype.itemsize:
+                self.watch.narrow[site.indices] = True
             signal = site.parts["error_signals"].append(signal)
             self.bytes += signal.nbytes
         if is_summing:
@@ -179,14 +184,13 @@ class Passes:
             kind, weight, bias = site.kind, site.weight, site.bias
             if weight.tensor.requires_grad and weight.v is not None:
                 along = kind.along(site.layer, keys, signal, weight.v)
-                size = size_of(kind.gross, keys, signal) * spread(len(keys))
-                self._add(weight, site.layer, along, size * u)
+                self._add(site, "weight", along, size_of(kind.gross, keys, signal) * u)
             if bias is not None and bias.tensor.requires_grad:
-                size = size_of(norm, signal) * len(signal) ** 0.5 * spread(len(keys))
-                self._add(bias, site.layer, signal.sum(0), size * u)
+                size = size_of(norm, signal) * count**0.5
+                self._add(site, "bias", signal.sum(0), size * u)
         else:
             self.watch.unknown[site.indices] = True
-        return len(keys)
+        return count
 
     def _keep_examples(self, site: Site, given: Tensor, signal: Tensor, is_summing: bool) -> int:
         """Copy what each example wrote: the sum over its rows of δ ⊗ x."""
@@ -197,17 +201,17 @@ class Passes:
                 continue
             kept = site.parts[role].append(written.flatten(1))
             rows, self.bytes = len(kept), self.bytes + kept.nbytes
-            w = dict(site.parameters).get(role)
+            w = site.parameters.get(role)
             if w is not None and is_summing and w.tensor.requires_grad:
                 total = kept.sum(0).view(written.shape[1:])
                 along = total if w.v is None else total.flatten(1) @ w.v
                 size = size_of(norm, kept) * rows**0.5 * long
-                self._add(w, site.layer, along, size * u)
+                self._add(site, role, along, size * u)
         return rows
 
-    def _add(self, w: Watched, layer: Layer, along: Tensor, size: float) -> None:
-        self.watch.E[w.place_of(layer)] += along.double().cpu().numpy()
-        self.watch.gross[w.index] += size
+    def _add(self, site: Site, role: str, along: Tensor, size: float) -> None:
+        self.watch.E[site.places[role]] += along.double().cpu().numpy()
+        self.watch.gross[site.parameters[role].index] += size
 
 
 def norm(rows: Tensor) -> float:

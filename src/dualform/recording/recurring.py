@@ -8,7 +8,7 @@ What counts is the content as it is stored, to the last bit: an augmented image 
 the same image under another example id is the same. Rows are told apart by two sums Σ a_i w_i mod
 2⁶⁴ over their 32-bit words w with random a: for two given rows, whatever they are, the sums agree
 with a probability below 2⁻⁶⁶, and rows that differ in more than the top bit of one word are told
-apart far more surely. No row is kept in RAM for it, only 24 bytes each.
+apart far more surely. No row is kept in RAM, only some 140 bytes.
 
 Why it is hard: nobody says how many rows there will be, or that any will come again. The index
 grows by what is new alone; beyond `MOST` rows it is given up, and later rows are stored as they
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from dualform.layers import Layer
 
-MOST = 1 << 21
-"""How many different rows of one layer are remembered: 50 MB, and once more while some come in."""
+MOST = 1 << 20
+"""How many different rows of one layer are remembered: some 140 MB."""
 
 AT_ONCE = 1 << 16
 """How many words are summed at a time: few enough to stay in the processor's cache."""
@@ -57,7 +57,7 @@ class Recurring:
         if layer not in self._index:
             self._index[layer] = begun = RowIndex()
             for stored in () if self._known is None else self._known(layer):
-                begun.add_stored(stored)
+                begun.add(stored)
         index = self._index[layer]
         if index is None or index.rows + len(rows) > MOST or not rows.shape[1]:
             self._index[layer] = None
@@ -68,43 +68,23 @@ class Recurring:
 
 
 class RowIndex:
-    """The numbers of rows by their content: their sums, in the order of the first of the two."""
+    """The numbers of rows by their content, which two sums of it stand for."""
 
     def __init__(self) -> None:
-        self.rows = 0
-        self._sums, self._numbers = np.empty((0, 2), np.uint64), np.empty(0, np.int64)
+        self._numbers: dict[bytes, int] = {}
+
+    @property
+    def rows(self) -> int:
+        """How many different rows there were."""
+        return len(self._numbers)
 
     def add(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The number of every row, and which of them are new (in the order they come)."""
-        sums = row_sums(rows)
-        found = np.full(len(sums), -1, np.int64)
-        if self.rows:
-            place = np.searchsorted(self._sums[:, 0], sums[:, 0])
-            place[place == self.rows] = 0
-            same = (self._sums[place] == sums).all(axis=1)
-            found[same] = self._numbers[place[same]]
-        unknown = np.flatnonzero(found < 0)
-        _, first, same = np.unique(sums[unknown], axis=0, return_index=True, return_inverse=True)
-        order = np.argsort(first)  # new rows are numbered as they come
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order))
-        found[unknown] = self.rows + rank[same.reshape(-1)]
-        fresh = unknown[first[order]]
-        self._remember(sums[fresh])
-        return found, fresh
-
-    def add_stored(self, rows: Tensor) -> None:
-        """Rows that have their numbers already, one after the other."""
-        self._remember(row_sums(rows))
-
-    def _remember(self, sums: Sums) -> None:
-        if not len(sums):
-            return
-        order = np.argsort(sums[:, 0], kind="stable")
-        place = np.searchsorted(self._sums[:, 0], sums[order, 0])
-        self._sums = np.insert(self._sums, place, sums[order], axis=0)
-        self._numbers = np.insert(self._numbers, place, self.rows + order)
-        self.rows += len(sums)
+        known, before = self._numbers, len(self._numbers)
+        contents = row_sums(rows).view("V16").ravel().tolist()
+        found = np.array([known.setdefault(own, len(known)) for own in contents], np.int64)
+        highest = np.maximum.accumulate(np.append(before - 1, found))[:-1]
+        return found, np.flatnonzero(found > highest)
 
 
 def row_sums(rows: Tensor) -> Sums:

@@ -26,7 +26,7 @@ from dualform.recording.contents import Contents, Regions
 from dualform.recording.kept import Kept
 from dualform.recording.line import Line
 from dualform.recording.regions import Region
-from dualform.recording.watched import LayerCall, Site
+from dualform.recording.watched import Settled, Site
 from dualform.recording.worker import Worker
 
 SETS = 3
@@ -85,7 +85,7 @@ class Sink:
         self.raise_failure()
         spare = self._take_free()
         full: Regions = {}
-        uses: dict[Layer, list[LayerCall]] = {}
+        uses: dict[Layer, list[Settled]] = {}
         for layer, site in self._sites.items():
             for part, region in list(site.parts.items()):
                 other = spare.pop((layer, part), None)
@@ -145,7 +145,7 @@ class Sink:
         first: int,
         lines: list[Line],
         full: Regions,
-        uses: dict[Layer, list[LayerCall]],
+        uses: dict[Layer, list[Settled]],
         kept: list[Kept],
         news: dict[str, Any],
     ) -> None:

@@ -7,10 +7,10 @@ and step where it happens, not a shifted column found weeks later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -35,36 +35,31 @@ class Tag:
     columns: dict[str, NDArray[Any]]
     update: int
     """How many updates there had been when it was given: no tag outlives the next one."""
-    _fits: set[tuple[int, ...]] = field(default_factory=set)
-    _misfit: tuple[str, tuple[int, ...]] | None = None
-    """A layer that it does not fit, and need not, and the leading shape there."""
-
-    def check(self, layer: str, shape: tuple[int, ...]) -> None:
-        """Raise unless every column can be laid over patterns of this leading shape."""
-        if shape in self._fits:
-            return
-        for name, values in self.columns.items():
-            if not _fits(values, shape):
-                raise RecordingError(
-                    f"the tag {name!r} has shape {list(values.shape)}, but layer {layer!r} saw an "
-                    f"input of leading shape {list(shape)} ({prod(shape)} patterns). Expected one "
-                    "value per example ([B]), one per example and position ([B, L]), or a single "
-                    "value for all. Call recorder.tag(...) with the batch that is about to be fed. "
-                    "A model that is fed sequence first ([L, B, d]) takes tags of shape [L, B]; "
-                    "where its layers see different L (an encoder and a decoder), no one tag fits "
-                    "all: feed it batch first, or give a single value for all"
-                )
-        self._fits.add(shape)
+    has_fitted: bool = False
+    misfit: tuple[str, str, tuple[int, ...]] | None = None
+    """A column that did not fit, and need not, of which layer and leading shape."""
 
     def must_have_fitted(self) -> None:
         """Raise if a backward pass went through layers, and the tag fits none of them."""
-        if self._misfit is not None and not self._fits:
-            self.check(*self._misfit)
+        if self.misfit is not None and not self.has_fitted:
+            self.refuse(*self.misfit)
+
+    def refuse(self, column: str, layer: str, shape: tuple[int, ...]) -> NoReturn:
+        """Raise: a column cannot be laid over patterns of this leading shape."""
+        raise RecordingError(
+            f"the tag {column!r} has shape {list(self.columns[column].shape)}, but layer "
+            f"{layer!r} saw an input of leading shape {list(shape)} ({prod(shape)} patterns). "
+            "Expected one value per example ([B]), one per example and position ([B, L]), or a "
+            "single value for all. Call recorder.tag(...) with the batch that is about to be fed. "
+            "A model that is fed sequence first ([L, B, d]) takes tags of shape [L, B]; where its "
+            "layers see different L (an encoder and a decoder), no one tag fits all: feed it batch "
+            "first, or give a single value for all"
+        )
 
     def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
         """One value per pattern for every column."""
-        laid = {name: _spread(values, shape) for name, values in self.columns.items()}
-        return {name: values for name, values in laid.items() if values is not None}
+        fit = {name: values for name, values in self.columns.items() if _fits(values, shape)}
+        return {name: _spread(values, shape) for name, values in fit.items()}
 
 
 def asked(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,8 +95,10 @@ class Context(NamedTuple):
         """Return the tag of patterns of this leading shape; raise if it is not theirs."""
         if self.tag is None:
             return None
-        if not must_fit and not all(_fits(v, shape) for v in self.tag.columns.values()):
-            self.tag._misfit = layer, shape
+        columns = self.tag.columns
+        wrong = next((name for name in columns if not _fits(columns[name], shape)), None)
+        if wrong is not None and not must_fit:
+            self.tag.misfit = wrong, layer, shape
             return None
         if self.is_stale:
             raise RecordingError(
@@ -109,7 +106,9 @@ class Context(NamedTuple):
                 "though earlier batches were. Call recorder.tag(...) for every batch, before the "
                 "model is called"
             )
-        self.tag.check(layer, shape)
+        if wrong is not None:
+            self.tag.refuse(wrong, layer, shape)
+        self.tag.has_fitted = True
         return self.tag
 
 
@@ -124,11 +123,9 @@ def _is_per_position(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
     return shape[:2] == values.shape or shape == (values.size,)
 
 
-def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """`values` repeated over patterns of a leading shape, None if they do not fit."""
+def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """`values` repeated over patterns of a leading shape that they fit."""
     rows = prod(shape)
-    if not _fits(values, shape):
-        return None
     if values.ndim == 0:
         return np.full(rows, values[()])
     if values.ndim == 1 or _is_per_position(values, shape):
@@ -137,33 +134,34 @@ def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None
     return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
 
 
-def lay_out(
-    uses: Sequence[tuple[Tag | None, tuple[int, ...]]], kinds: dict[str, str]
-) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Lay tags over the rows of uses: where each begins in the columns (-1: no tag), the columns.
+class TagColumns:
+    """The tags of a segment, laid over the rows of its uses; uses with the same tag and leading
+    shape share their rows."""
 
-    Uses with the same tag and leading shape share their rows.
-    """
-    begins: dict[tuple[int, tuple[int, ...]], int] = {}
-    found, laid, total = [], [], 0
-    for tag, shape in uses:
+    def __init__(self, kinds: dict[str, str]) -> None:
+        self._kinds, self._total = kinds, 0
+        self._laid: dict[tuple[int, tuple[int, ...]], tuple[int, Tag]] = {}
+
+    def place(self, tag: Tag | None, shape: tuple[int, ...]) -> int:
+        """Say where the rows of a use begin in the columns; -1: it has no tag."""
         if tag is None:
-            found.append(-1)
-            continue
-        key = id(tag), shape
-        if key not in begins:
-            begins[key] = total
-            laid.append((tag.spread(shape), prod(shape)))
-            total += prod(shape)
-        found.append(begins[key])
-    columns = {}
-    for name in {name for spread, _ in laid for name in spread}:
-        is_float = kinds[name] == "float"
-        blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
-        columns[name] = np.concatenate(
-            [spread.get(name, np.full(n, blank, dtype)) for spread, n in laid]
-        )
-    return found, columns
+            return -1
+        if (id(tag), shape) not in self._laid:
+            self._laid[id(tag), shape] = self._total, tag
+            self._total += prod(shape)
+        return self._laid[id(tag), shape][0]
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """One value per row for every column; what a tag does not give is blank."""
+        laid = [(tag.spread(shape), prod(shape)) for (_, shape), (_, tag) in self._laid.items()]
+        found = {}
+        for name in {name for spread, _ in laid for name in spread}:
+            is_float = self._kinds[name] == "float"
+            blank, dtype = (np.nan, np.float64) if is_float else (NO_VALUE, np.int64)
+            found[name] = np.concatenate(
+                [spread.get(name, np.full(n, blank, dtype)) for spread, n in laid]
+            )
+        return found
 
 
 def positions(tag: Tag | None, shape: tuple[int, ...]) -> int:

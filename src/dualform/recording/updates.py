@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,7 +34,7 @@ from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import BY_HAND, HAND, Trial
-from dualform.recording.watched import KEYS_ALONE, Flags, LayerCall, Watch, Watched, listed
+from dualform.recording.watched import KEYS_ALONE, Flags, Watch, Watched, listed
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -193,7 +192,7 @@ class Updates:
                 which = f"its weights are those after update {back}"
                 values = changed & ~self.watch.resolved
                 kept = [self.watch.parameters[i] for i in np.flatnonzero(values)]
-                self.keeper.snapshot(back, kept, states=False)
+                self.keeper.keep_weights(back, kept)
             self.findings.remark(
                 f"the model was changed after its last update, {self.step}, where this memory "
                 f"ends: {which}"
@@ -221,7 +220,7 @@ class Updates:
         if skips(optimizer):
             return
         known = len(self.settings.settings)
-        moving, places = self._read(optimizer)
+        moving, places, fresh = self._read(optimizer)
         if not moving:
             return
         running.new += self.settings.settings[known:]
@@ -236,39 +235,34 @@ class Updates:
                 self.close_step()
             self._follow_owners(optimizer, moving)
         line = self._now.line
-        line.moved[indices], line.setting[indices] = True, places
-        states = [(optimizer.state.get(w.tensor) or {}).values() for w in moving]
-        line.fresh[indices] = [
-            next(iter(held), None) is None and all(v is None for v in held) for held in states
-        ]
-        self._write_carried(indices)
+        line.moved[indices], line.setting[indices], line.fresh[indices] = True, places, fresh
+        among = self.watch.among(moving)
         self._now.is_seen &= self.passes.is_summing
         if self.passes.is_summing:
-            for w in moving:
-                assert w.tensor.grad is not None
-                project(w.tensor.grad, w)
-            self.watch.projections.fetch(self.watch.seen)
+            self.watch.project(among)
         if (scale := unscaled(optimizer)) != 1.0:
             self._now.scales |= dict.fromkeys(indices, scale)
-        self._explain(indices, scale)
-        if any(site.keep == "examples" for site in self.watch.sites.values()):
-            by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
-            self.keeper.keep_gradients(self.step, by_examples, scale)
+        self._explain(among, scale)
+        by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
+        self.keeper.keep_gradients(self.step, by_examples, scale)
         self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
         running.moving = moving  # unless the audit stopped the update
 
-    def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int]]:
-        """Find what an optimizer is about to move, and by which of the settings."""
-        moving, places = [], []
+    def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int], list[bool]]:
+        """Find what an optimizer is about to move, by which of the settings, and of which of it
+        nothing is remembered."""
+        moving: list[Watched] = []
+        places: list[int] = []
+        by_id = self.watch.by_id
         for group in optimizer.param_groups:
-            place = -1
-            for p in group["params"]:
-                w = self.watch.by_id.get(id(p))
-                if p.grad is not None and w is not None:
-                    place = self.settings.index(optimizer, group) if place < 0 else place
-                    moving.append(w)
-                    places.append(place)
-        return moving, places
+            found = (by_id.get(id(p)) for p in group["params"] if p.grad is not None)
+            own = [w for w in found if w is not None]
+            moving += own
+            places += [self.settings.index(optimizer, group)] * len(own) if own else []
+        held = optimizer.state.items()
+        known = {id(p) for p, own in held for value in own.values() if value is not None}
+        fresh = [id(w.tensor) not in known for w in moving]
+        return moving, places, fresh
 
     def find_edits(self, is_over: bool = False, broken: Flags | None = None) -> bool:
         """Find what was changed since the last update: after this step, if it has moved in it."""
@@ -339,11 +333,9 @@ class Updates:
             return
         self.findings.event(self.step, "replaced", why, [w.name for w in replaced])
 
-    def _explain(self, indices: list[int], scale: float) -> None:
+    def _explain(self, moving: Flags, scale: float) -> None:
         """Write down κ, and which parameters their patterns explain."""
         watch, line = self.watch, self._now.line
-        moving = np.zeros(len(watch), bool)
-        moving[indices] = True
         if not self.passes.is_summing or self.step % self.every:
             watch.unknown[moving] = True
             return
@@ -353,9 +345,10 @@ class Updates:
         if self.step % ANCHOR == 0:
             self._compare_keys(moving)
         resolved = moving & watch.resolved
-        line.kappa[resolved] = np.where(found.is_explained, found.kappa * scale, np.nan)[resolved]
-        line.explained[moving] = (found.is_explained & watch.resolved)[moving]
-        line.seen[moving] = (watch.fold(watch.signs * watch.seen) * scale)[moving]
+        explained = found.is_explained & resolved
+        np.copyto(line.kappa, np.where(explained, found.kappa * scale, np.nan), where=resolved)
+        np.copyto(line.explained, explained, where=moving)
+        np.copyto(line.seen, watch.fold(watch.signs * watch.seen) * scale, where=moving)
 
     def _compare_keys(self, moving: Flags) -> None:
         """Say whose keys, kept alone, are not all that its gradient comes from."""
@@ -405,7 +398,7 @@ class Updates:
         moving = running.moving if running.calls else self._unseen(optimizer)
         if not moving:
             return
-        watch, line, indices = self.watch, self._now.line, [w.index for w in moving]
+        watch, line, moved = self.watch, self._now.line, self.watch.among(moving)
         for setting in running.new:
             if rule_of(setting.path) is None and setting.path != HAND:
                 self.findings.remark(
@@ -415,16 +408,12 @@ class Updates:
         if running.calls > 1:
             for w in moving:
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
-        self._settle(moving)
-        watch.carried[indices] = True
+        self._settle(moved)
         self._trial.end()
         line.explained &= watch.resolved
         if self.passes.is_summing:
-            moved = np.zeros(len(watch), bool)
-            moved[indices] = True
             np.copyto(watch.E, watch.seen, where=moved[watch.owner])
-            kappa = np.abs(np.nan_to_num(line.kappa, nan=1.0))
-            watch.gross *= np.where(moved, np.minimum(kappa, 1.0), 1.0)
+            watch.gross *= np.where(moved & (np.abs(line.kappa) < 1.0), np.abs(line.kappa), 1.0)
         self._now.moved.append(optimizer)
         self.keeper.after_update(self.step + 1, line)  # later passes may move buffers
         owners = self.keeper.states.owners
@@ -442,35 +431,26 @@ class Updates:
         self.findings.event(self.step, "unexplained", why, [w.name for w in found])
         return found
 
-    def _settle(self, moving: list[Watched]) -> None:
-        """The rows of the layers that moved belong to this step."""
-        watch = self.watch
-        moved = {w.index for w in moving}
-        settled: list[int] = []
+    def _settle(self, moved: Flags) -> None:
+        """The rows of the layers that moved belong to this step; their gradients hold them on."""
+        watch, now = self.watch, self._now
+        own = set(np.flatnonzero(moved).tolist())
+        settled = [*own]
         for site in watch.sites.values():
-            if not site.pending or moved.isdisjoint(site.indices):
+            if not site.pending or own.isdisjoint(site.indices):
                 continue
             if self.step % self.every:
                 site.drop_pending()
                 watch.unknown[site.indices] = True
                 continue
             settled += site.indices
-            for use in site.pending:
-                site.uses.append(LayerCall(self.step, *use[1:]))
-                site.settled += use.rows
+            site.uses.append((self.step, site.pending))
+            for call in site.pending:
+                site.settled += call.rows
             site.pending = []
-        self._write_carried([i for i in settled if i not in moved])
-        watch.carried[settled] = True
-
-    def _write_carried(self, indices: list[int]) -> None:
-        """Write down whether gradients still hold what they held at the end of the last step.
-
-        Before their patterns of this step are settled: from then on they hold those.
-        """
-        now = self._now
-        fresh = [i for i in indices if not now.is_known[i]]
-        now.line.carried[fresh] = self.watch.carried[fresh]
-        now.is_known[fresh] = True
+        held = np.where(now.is_known, now.line.carried, watch.carried)  # from the last step on
+        now.line.carried[settled] = held[settled]
+        now.is_known[settled] = watch.carried[settled] = True
 
     def close_step(self) -> None:
         """Every optimizer has moved: the step counts once its line is in the log."""
@@ -494,7 +474,7 @@ class Updates:
         """Say what has become values, once per reason: a surprise if its layer has patterns."""
         found: dict[str, list[Watched]] = {}
         for w in self.watch.unsaid:
-            if w.tensor.requires_grad:
+            if w.tensor.requires_grad and not self.watch.resolved[w.index]:
                 found.setdefault(w.why, []).append(w)
         self.watch.unsaid = []
         for why, values in found.items():
@@ -510,16 +490,6 @@ class Updates:
             self.findings.remark(
                 f"{listed(left)}: has a gradient, but no optimizer moved it in the first step"
             )
-
-
-def project(gradient: Tensor, w: Watched) -> None:
-    """Multiply every row of a gradient with the parameter's direction."""
-    if gradient.layout is not torch.strided:
-        w.seen.fill_(float("nan"))
-    elif w.v is None:
-        w.seen.copy_(gradient.reshape(-1))
-    else:
-        torch.mv(gradient if gradient.dim() == 2 else gradient.flatten(1), w.v, out=w.seen)
 
 
 def skips(optimizer: Any) -> bool:

@@ -6,13 +6,15 @@ All rows of all parameters lie one after the other, so that one comparison serve
 
     E      what the patterns in `.grad` sum to, by rows      (float64, filled by the worker)
     gross  how large the rounding of its terms is, by parameter (Σ u ‖δ‖ ‖x‖)
+    narrow whether some products behind it were made in fewer bits than the parameter has
     seen   what the gradient itself gives, by rows            (read just before an update)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +46,6 @@ Flags = NDArray[np.bool_]
 class LayerCall(NamedTuple):
     """One call of a layer, gone through by one backward pass."""
 
-    step: int
-    """-1: no update has consumed it."""
     number: int
     """Which backward pass of the run."""
     call: int
@@ -57,6 +57,10 @@ class LayerCall(NamedTuple):
     tag: Tag | None
     shape: tuple[int, ...]
     layout: int
+
+
+Settled = tuple[int, list[LayerCall]]
+"""What the update of a step has consumed of one layer."""
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ class Site:
     settled: int = 0
     pending: list[LayerCall] = field(default_factory=list)
     """Uses whose rows no update has consumed: they lie behind the settled ones."""
-    uses: list[LayerCall] = field(default_factory=list)
+    uses: list[Settled] = field(default_factory=list)
     was_used: bool = False
     """Whether a backward pass ever went through it."""
     is_news: bool = True
@@ -81,10 +85,12 @@ class Site:
     """Whether its keys may come again: they are inputs that training never computed."""
 
     def __post_init__(self) -> None:
-        pairs = ("weight", self.weight), ("bias", self.bias)
-        self.parameters = [(role, w) for role, w in pairs if w is not None]
-        """Its parameters with the role that each plays."""
-        self.indices = [w.index for _, w in self.parameters]
+        pairs = {"weight": self.weight, "bias": self.bias}
+        self.parameters = {role: w for role, w in pairs.items() if w is not None}
+        """Its parameters by the role that each plays."""
+        self.indices = [w.index for w in self.parameters.values()]
+        self.places = {role: w.place_of(self.layer) for role, w in self.parameters.items()}
+        """Where its rows of each lie among the rows of all parameters."""
 
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
         """The parts of its rows: how wide they are, and of which type."""
@@ -92,8 +98,8 @@ class Site:
         width = self.kind.key_width(layer)
         keys = {"keys": (width, self.kind.key_dtype or dtype)} if width else {}
         if self.keep == "examples":
-            own = {role: (w.rows_of(layer).numel(), dtype) for role, w in self.parameters}
-            return own | keys
+            shapes = {role: self.kind.shape_of(layer, role) for role in self.parameters}
+            return {role: (prod(shape), dtype) for role, shape in shapes.items()} | keys
         if self.keep == "keys":
             return keys
         return keys | {"error_signals": (layer.out_features, dtype)}
@@ -114,9 +120,9 @@ class Watched:
     tensor: Tensor
     place: slice
     v: Tensor | None
-    seen: Tensor
-    """Where the product of its gradient with v is put."""
     sites: list[Site] = field(default_factory=list)
+    by_examples: bool = False
+    """Whether what examples wrote explains it: then its gradient is kept for its bits."""
     why: str = "no layer with patterns uses it"
     """Why it is kept as values, where it is."""
     is_news: bool = False
@@ -126,12 +132,8 @@ class Watched:
         self.nature = nature_of(self.tensor)
         """Its shape and dtype when recording began."""
 
-    def rows_of(self, layer: Layer) -> Tensor:
-        """The rows (or entries) of it that a layer uses."""
-        return self.tensor.detach()[layer.rows_of(self.name)]
-
     def place_of(self, layer: Layer) -> slice:
-        """Where those lie among the rows of all parameters."""
+        """Where the rows (or entries) of it that a layer uses lie among all rows."""
         own = layer.rows_of(self.name)
         return slice(self.place.start + own.start, self.place.start + own.stop)
 
@@ -151,29 +153,21 @@ class Watched:
     def is_small(self) -> bool:
         return self.tensor.numel() <= SMALL
 
-    @property
-    def by_examples(self) -> bool:
-        """Whether what examples wrote explains it: then its gradient is kept for its bits."""
-        return any(s.keep == "examples" for s in self.sites) and self.is_small
-
 
 class Watch:
     """All parameters of a model, in the order it names them."""
 
     def __init__(self, model: nn.Module) -> None:
         named = list(model.named_parameters())
-        heights = [height_of(p) for _, p in named]
+        heights = [p.shape[0] if p.dim() > 1 else p.numel() for _, p in named]
         self.starts = np.cumsum([0, *heights])[:-1]
         self.rows = np.array(heights, np.int64)
         self.owner = np.repeat(np.arange(len(named)), heights)
-        self.projections = Projections([p for _, p in named], heights)
         self.parameters: list[Watched] = []
         for index, (name, p) in enumerate(named):
             place = slice(int(self.starts[index]), int(self.starts[index]) + heights[index])
-            v = direction(index, p[0].numel()) if p.dim() > 1 else None
-            at = self.projections.views[index]
-            v = None if v is None else v.to(at.dtype).to(p.device)
-            self.parameters.append(Watched(index, name, p, place, v, at))
+            v = direction(index, p[0].numel()).to(p) if p.dim() > 1 else None
+            self.parameters.append(Watched(index, name, p, place, v))
         self.by_id = {id(w.tensor): w for w in self.parameters}
         self.by_name = {w.name: w for w in self.parameters}
         rows, count = sum(heights), len(named)
@@ -182,8 +176,8 @@ class Watch:
         )
         self.u = np.array([ROUNDING[p.dtype] for _, p in named])
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
-        self.carried, self.unknown = np.zeros(count, bool), np.zeros(count, bool)
-        self.resolved = np.zeros(count, bool)
+        self._of_gradients, self.resolved = np.zeros((3, count), bool), np.zeros(count, bool)
+        self.carried, self.unknown, self.narrow = self._of_gradients
         self.sites: dict[Layer, Site] = {}
         self.unsaid: list[Watched] = []
         """Parameters that have become values, of which no remark has said so yet."""
@@ -203,7 +197,7 @@ class Watch:
 
     def converted(self) -> list[Watched]:
         """The parameters that the loop has put into another dtype, or shape."""
-        return [w for w in self.parameters if w.is_converted]
+        return [w for w in self.parameters if (w.tensor.shape, w.tensor.dtype) != w.nature]
 
     def refuse_converted(self) -> None:
         """Stop before anything is trained in another dtype, or shape, than the memory has."""
@@ -215,6 +209,29 @@ class Watch:
                 f"{list(shape)}, as when recording began. Every update before is recorded: convert "
                 "the model before dualform.record, or record again into a new path"
             )
+
+    def among(self, watched: Iterable[Watched]) -> Flags:
+        """Flag some of the parameters."""
+        found = np.zeros(len(self), bool)
+        found[[w.index for w in watched]] = True
+        return found
+
+    def project(self, moving: Flags) -> None:
+        """Read g v of all gradients that are about to be used into `seen`."""
+        found: list[Tensor] = []
+        for w, is_moving in zip(self.parameters, moving.tolist(), strict=True):
+            gradient = w.tensor.grad
+            if not is_moving or gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                gradient = torch.full_like(w.tensor, torch.nan)
+            if w.v is not None:
+                gradient = torch.mv(gradient if gradient.ndim == 2 else gradient.flatten(1), w.v)
+            found.append(gradient if gradient.ndim == 1 else gradient.reshape(-1))
+        if len({part.device for part in found}) > 1:
+            found = [part.cpu() for part in found]
+        if found:
+            self.seen[moving[self.owner]] = torch.cat(found).detach().double().cpu().numpy()
 
     def fold(self, rows: Reals) -> Reals:
         """Sums over the rows of every parameter."""
@@ -228,11 +245,12 @@ class Watch:
         weight = self.by_name[layer.weight]
         bias = None if layer.bias is None else self.by_name[layer.bias]
         site = Site(layer, kinds.of(layer.kind), word, weight, bias)
-        for _, w in site.parameters:
+        for w in site.parameters.values():
             if word == "values":
                 w.why = f"keep= asks for values of layer {layer.name!r}"
                 continue
             w.sites.append(site)
+            w.by_examples |= word == "examples" and w.is_small
             self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
             w.why = w.why if self.resolved[w.index] else KEYS_ALONE
             w.is_news = True
@@ -270,51 +288,16 @@ class Watch:
             "coverage": {w.name: self.coverage(w) for w in changed},
         }
 
-    def forget(self, anew: list[Watched]) -> None:
+    def forget(self, gone: Flags) -> None:
         """Clear what was summed for gradients that are empty now: the loop threw it away."""
-        gone = np.zeros(len(self), bool)
-        gone[[w.index for w in anew]] = True
         self.E[gone[self.owner]] = 0.0
         self.gross[gone] = 0.0
-        self.carried[gone] = self.unknown[gone] = False
-
-
-class Projections:
-    """Where g·v of all parameters goes: one tensor for each dtype and device, fetched at once."""
-
-    def __init__(self, parameters: list[nn.Parameter], heights: list[int]) -> None:
-        natures: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, p in enumerate(parameters):
-            natures.setdefault((p.dtype, p.device), []).append(index)
-        starts = np.cumsum([0, *heights])
-        self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
-        self._parts: list[tuple[Tensor, NDArray[np.int64] | slice]] = []
-        for (dtype, device), members in natures.items():
-            found = torch.zeros(sum(heights[i] for i in members), dtype=dtype, device=device)
-            begin = 0
-            for i in members:
-                self.views[i] = found[begin : begin + heights[i]]
-                begin += heights[i]
-            rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            self._parts.append((found, slice(None) if len(natures) == 1 else rows))
-
-    def fetch(self, out: Reals) -> None:
-        """Copy the numbers to the array of all rows."""
-        for found, rows in self._parts:
-            if found.dtype in (torch.float32, torch.float64) and found.is_cpu:
-                out[rows] = found.numpy()
-            else:
-                out[rows] = found.double().cpu().numpy()
+        self._of_gradients &= ~gone
 
 
 def listed(names: list[str]) -> str:
     """Name the first three, and say how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def height_of(parameter: Tensor) -> int:
-    """How many rows a parameter's projection has."""
-    return parameter.shape[0] if parameter.dim() > 1 else parameter.numel()
 
 
 def is_empty(gradient: Tensor | None) -> bool:

@@ -29,9 +29,7 @@ class Worker:
     """A thread with a queue. `do` hands over a job, `wait` returns when all jobs are done."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Any, ...] | threading.Event | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[tuple[Any, ...] | threading.Lock | None] = queue.SimpleQueue()
         self._trouble: BaseException | None = None
         self._is_busy = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -45,9 +43,10 @@ class Worker:
     def wait(self) -> None:
         """Return when every job is done; raise what the first failed one raised."""
         if self._is_busy:
-            done = threading.Event()
+            done = threading.Lock()
+            done.acquire()
             self._jobs.put(done)
-            done.wait()
+            done.acquire()  # once the thread has released it
             self._is_busy = False
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
@@ -72,8 +71,8 @@ class Worker:
         torch.set_grad_enabled(False)
         np.seterr(over="ignore", invalid="ignore")  # numbers of a run that diverges
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, threading.Event):
-                job.set()
+            if not isinstance(job, tuple):
+                job.release()
             elif self._trouble is None:
                 try:
                     job[0](*job[1:])
