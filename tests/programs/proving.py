@@ -111,9 +111,11 @@ def ends_before_other_weights(
     assert remark.endswith(which)
     dual = dualform.DualForm(program.model, memory)
     if best is not None:
+        then = dual.at(best)
+        weights = then.weights()
         for name, weight in program.model.named_parameters():
-            assert torch.equal(dual.at(best).weights()[name], weight), name
-        attends(dual.at(best), program.model, memory, inputs, kwargs)
+            assert torch.equal(weights[name], weight), name
+        attends(then, program.model, memory, inputs, kwargs)
     return certified(dual.to_model(), memory, *inputs, steps=steps, **kwargs)
 
 
