@@ -188,7 +188,7 @@ class _Plan(NamedTuple):
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = group.get("lr", 0.0) * 0 + 1e-3  # a schedule's may be 0 at first
         closure = [partial(_pass, net, inputs)] if len(optimizers) == 1 else []  # some need one
-        with warnings.catch_warnings(action="ignore"), recording(net, optimizers) as recorder:
+        with warnings.catch_warnings(action="ignore"), recording(net) as recorder:
             for _ in range(STEPS):
                 recorder.tag(example=self.seen - 1, label=0)  # as wide as the largest
                 if not closure:

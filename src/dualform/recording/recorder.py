@@ -262,7 +262,7 @@ class Recorder:
             undo.callback(worker.close)
             passes = Passes(watch, worker)
             for name, why in reasons_for_values(model, found).items():
-                watch.make_values(watch.by_name[name], why)
+                watch.make_values(watch.named(name), why)
             keeper = Keeper(watch, states, model, worker, self._findings)
             updates = Updates(watch, passes, keeper, self._findings, options.every)
             updates.begin(step)
@@ -307,7 +307,7 @@ class Recorder:
     def _make_values(self, parameter: str, reason: str) -> None:
         """Keep a parameter as values: it is used in a way that has no patterns."""
         watch = self._parts.watch
-        watch.make_values(watch.by_name[parameter], reason)
+        watch.make_values(watch.named(parameter), reason)
 
     def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
         parts, options = self._parts, self._options

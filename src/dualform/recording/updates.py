@@ -26,14 +26,14 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.errors import RecordingError
 from dualform.learning_rules import SeenSettings, Setting, rule_of
 from dualform.recording.findings import Findings
 from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.trial import BY_HAND, HAND, Trial
+from dualform.recording.remarks import find_hand, say_unmoved, say_values
+from dualform.recording.trial import HAND, Trial
 from dualform.recording.watched import KEYS_ALONE, Flags, Watch, Watched, listed
 
 ANCHOR = 64
@@ -79,8 +79,7 @@ class Updates:
         self.watch, self.passes, self.keeper, self.findings = watch, passes, keeper, findings
         self.every, self.step, self.first = every, 0, 0
         self.settings, self._listed = SeenSettings(), 0
-        self._marks_of_hand: list[bytes] = []
-        passes.on_begin = self._find_hand
+        passes.on_begin = find_hand(keeper.states)
         self.on_step: Callable[[Line], None] = lambda line: None
         self._trial = Trial(watch, findings)
         self._running: list[Running] = []
@@ -198,17 +197,6 @@ class Updates:
                 f"ends: {which}"
             )
         return changed
-
-    def _find_hand(self) -> None:
-        """A pass begins, and no optimizer was seen yet: does the loop move weights by hand?"""
-        marks = self.keeper.states.now()[0].tobytes()
-        if marks not in self._marks_of_hand[-1:]:
-            self._marks_of_hand.append(marks)
-        if len(self._marks_of_hand) > 2:  # SAM moves them once
-            raise RecordingError(
-                "the weights change from pass to pass, but no optimizer was seen to step. Where "
-                "the loop moves them itself, write it inside `with recorder.update():`"
-            )
 
     @np.errstate(over="ignore", invalid="ignore")  # numbers of a run that diverges
     def look(self, running: Running) -> None:
@@ -466,30 +454,9 @@ class Updates:
         self.on_step(now.line)
         self._go_on(self.step)
         if self.step == self.first + 1:
-            self._remark_unmoved()
-        if self.watch.unsaid:
-            self._say_values()
-
-    def _say_values(self) -> None:
-        """Say what has become values, once per reason: a surprise if its layer has patterns."""
-        found: dict[str, list[Watched]] = {}
-        for w in self.watch.unsaid:
-            if w.tensor.requires_grad and not self.watch.resolved[w.index]:
-                found.setdefault(w.why, []).append(w)
-        self.watch.unsaid = []
-        for why, values in found.items():
-            is_surprise = why != BY_HAND and any(w.sites for w in values)
-            say = self.findings.warn if is_surprise else self.findings.remark
-            say(f"{listed([w.name for w in values])}: {why}; kept as values, without patterns")
-
-    def _remark_unmoved(self) -> None:
-        """Say what has a gradient, but no optimizer, when the first step is over."""
-        owner = self.keeper.states.owner
-        left = [w.name for w in self.watch if w.tensor.grad is not None and not owner[w.index]]
-        if left:
-            self.findings.remark(
-                f"{listed(left)}: has a gradient, but no optimizer moved it in the first step"
-            )
+            say_unmoved(watch, keeper.states, self.findings)
+        if watch.unsaid:
+            say_values(watch, self.findings)
 
 
 def skips(optimizer: Any) -> bool:

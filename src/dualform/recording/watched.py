@@ -169,15 +169,13 @@ class Watch:
             v = direction(index, p[0].numel()).to(p) if p.dim() > 1 else None
             self.parameters.append(Watched(index, name, p, place, v))
         self.by_id = {id(w.tensor): w for w in self.parameters}
-        self.by_name = {w.name: w for w in self.parameters}
         rows, count = sum(heights), len(named)
         self.signs = np.concatenate(
             [np.zeros(0), *(signs(i, height) for i, height in enumerate(heights))]
         )
         self.u = np.array([ROUNDING[p.dtype] for _, p in named])
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
-        self._of_gradients, self.resolved = np.zeros((3, count), bool), np.zeros(count, bool)
-        self.carried, self.unknown, self.narrow = self._of_gradients
+        self.carried, self.unknown, self.narrow, self.resolved = np.zeros((4, count), bool)
         self.sites: dict[Layer, Site] = {}
         self.unsaid: list[Watched] = []
         """Parameters that have become values, of which no remark has said so yet."""
@@ -187,6 +185,10 @@ class Watch:
 
     def __len__(self) -> int:
         return len(self.parameters)
+
+    def named(self, name: str) -> Watched:
+        """The parameter of that name."""
+        return next(w for w in self.parameters if w.name == name)
 
     def held(self, optimizer: Optimizer) -> Iterator[Watched]:
         """The parameters of the model that an optimizer has."""
@@ -242,9 +244,10 @@ class Watch:
 
     def add(self, layer: Layer, word: str) -> bool:
         """Make a place for a layer's rows; False if it is to be kept as values."""
-        weight = self.by_name[layer.weight]
-        bias = None if layer.bias is None else self.by_name[layer.bias]
+        weight = self.named(layer.weight)
+        bias = None if layer.bias is None else self.named(layer.bias)
         site = Site(layer, kinds.of(layer.kind), word, weight, bias)
+        self.unsaid = [w for w in self.unsaid if w.name not in layer.parameters]
         for w in site.parameters.values():
             if word == "values":
                 w.why = f"keep= asks for values of layer {layer.name!r}"
@@ -292,7 +295,8 @@ class Watch:
         """Clear what was summed for gradients that are empty now: the loop threw it away."""
         self.E[gone[self.owner]] = 0.0
         self.gross[gone] = 0.0
-        self._of_gradients &= ~gone
+        for flags in (self.carried, self.unknown, self.narrow):
+            flags &= ~gone
 
 
 def listed(names: list[str]) -> str:
