@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := tables,demo,charts,paper,fast,dev
+EXTRAS := tables,demo,charts,paper,fast,programs,dev
 
 # On Linux, pip's default torch carries gigabytes of CUDA libraries. Nothing here needs them, so
 # setup asks PyTorch's own index for the CPU build first, and pip's index only if that fails.
