@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from dualform.errors import QueryError
 from dualform.layers import Layer, kinds
 from dualform.layers.finding import is_attention
-from dualform.layers.torch_internals import saved_input, sequence_number
+from dualform.layers.torch_internals import saved_input, sequence_number, version_of
 from dualform.layers.uses import Graph, Use, tensors_in
 from dualform.memory import LayerMemory
 
@@ -46,6 +46,7 @@ class GraphUses:
         self._seen: set[Node] = set()
         self._asking = False
         self._leaves: dict[Node, tuple[str, tuple[int, ...]]] = {}
+        self._versions = {name: version_of(tensor) for name, tensor in state.items()}
         for name in {p for la in layers for p in (la.weight, la.bias) if p is not None}:
             leaf = state[name].requires_grad_()
             self._leaves[get_gradient_edge(leaf).node] = name, tuple(leaf.shape)
@@ -103,6 +104,13 @@ class GraphUses:
                 f"layer {layer!r} was recorded as rows of a weight that this input does not use "
                 "together: what they wrote cannot be told apart; name another layer, or ask for a "
                 "recorded one with example=..."
+            )
+        known = next(la for la in self._layers if la.name == layer)
+        if any(version_of(self._state[p]) != self._versions[p] for p in known.layer.parameters):
+            raise QueryError(
+                f"the model changes {known.weight!r} while it answers (max_norm of an embedding, "
+                f"say), so what patterns wrote is not what layer {layer!r} gives; name another "
+                "layer, or ask for a recorded one with example=..."
             )
         caught: dict[int, Tensor] = {}
 
