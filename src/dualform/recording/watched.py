@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,6 +163,10 @@ class Watch:
     """All parameters of a model, in the order it names them."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.replaced = 0
+        """How often the loop has put other objects in place of parameters."""
+        self._look()
         named = list(model.named_parameters())
         heights = [height_of(p) for _, p in named]
         self.starts = np.cumsum([0, *heights])[:-1]
@@ -198,6 +204,24 @@ class Watch:
             for p in group["params"]:
                 if (w := self.by_id.get(id(p))) is not None:
                     yield w
+
+    def _look(self) -> None:
+        """Remember which modules and parameters the model consists of."""
+        both = ((m._modules, m._parameters) for m in self.model.modules())
+        self._tables: list[dict[str, Any]] = [table for pair in both for table in pair if table]
+        self._members = list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def follow(self) -> None:
+        """Take up what the loop has put in place of parameters, under the same names."""
+        if all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._members)):
+            return
+        self._look()
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        for w in self.parameters:
+            found = named.get(w.name)  # None, or no parameter: pruned or parametrized since, say
+            if found is not w.tensor and isinstance(found, nn.Parameter):
+                w.tensor, self.replaced = found, self.replaced + 1
+        self.by_id = {id(w.tensor): w for w in reversed(self.parameters)}
 
     def converted(self) -> list[Watched]:
         """The parameters that the loop has put into another dtype, or shape."""
