@@ -88,7 +88,7 @@ class Passes:
         """Forget what was summed for gradients that are empty now, and the rows behind it."""
         if self._parcel:  # one pass inside another
             self._hand_over()
-        self.watch.follow()
+        self.watch.members.follow()
         self.watch.refuse_converted()
         self._running = torch_internals.running_pass()
         self._count, self._arrived = self._count + 1, 0

@@ -65,7 +65,7 @@ class States:
 
     def _sampled(self) -> Words:
         """Read the entries of weights; look tensors up again where loop or optimizer have new ones."""
-        known = [self._watch.replaced, *((o, id(o.state), len(o.state)) for o in self._owners)]
+        known = [self._watch.members.replaced, *((o, id(o.state), len(o.state)) for o in self._owners)]
         if known != self._known or not self._states.tensors:
             self._known = known
             self._weights.tensors = [w.tensor for w in self._watch]

@@ -220,7 +220,7 @@ class Updates:
         for group in optimizer.param_groups:
             place = -1
             for p in group["params"]:
-                w = self.watch.by_id.get(id(p))
+                w = self.watch.members.by_id.get(id(p))
                 if p.grad is not None and w is not None:
                     place = self.settings.index(optimizer, group) if place < 0 else place
                     moving.append(w)

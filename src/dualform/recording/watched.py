@@ -163,10 +163,6 @@ class Watch:
     """All parameters of a model, in the order it names them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.replaced = 0
-        """How often the loop has put other objects in place of parameters."""
-        self._look()
         named = list(model.named_parameters())
         heights = [height_of(p) for _, p in named]
         self.starts = np.cumsum([0, *heights])[:-1]
@@ -180,7 +176,7 @@ class Watch:
             at = self.projections.views[index]
             v = None if v is None else v.to(at.dtype).to(p.device)
             self.parameters.append(Watched(index, name, p, place, v, at))
-        self.by_id = {id(w.tensor): w for w in self.parameters}
+        self.members = Members(model, self.parameters)
         self.by_name = {w.name: w for w in self.parameters}
         rows, count = sum(heights), len(named)
         self.signs = np.concatenate(
@@ -202,26 +198,8 @@ class Watch:
         """The parameters of the model that an optimizer has."""
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if (w := self.by_id.get(id(p))) is not None:
+                if (w := self.members.by_id.get(id(p))) is not None:
                     yield w
-
-    def _look(self) -> None:
-        """Remember which modules and parameters the model consists of."""
-        both = ((m._modules, m._parameters) for m in self.model.modules())
-        self._tables: list[dict[str, Any]] = [table for pair in both for table in pair if table]
-        self._members = list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def follow(self) -> None:
-        """Take up what the loop has put in place of parameters, under the same names."""
-        if all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._members)):
-            return
-        self._look()
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        for w in self.parameters:
-            found = named.get(w.name)  # None, or no parameter: pruned or parametrized since, say
-            if found is not w.tensor and isinstance(found, nn.Parameter):
-                w.tensor, self.replaced = found, self.replaced + 1
-        self.by_id = {id(w.tensor): w for w in reversed(self.parameters)}
 
     def converted(self) -> list[Watched]:
         """The parameters that the loop has put into another dtype, or shape."""
@@ -298,6 +276,34 @@ class Watch:
         self.E[gone[self.owner]] = 0.0
         self.gross[gone] = 0.0
         self.carried[gone] = self.unknown[gone] = False
+
+
+class Members:
+    """What a model consists of, to see that a loop has put other parameters in place of some."""
+
+    def __init__(self, model: nn.Module, parameters: list[Watched]) -> None:
+        self._model, self._parameters = model, parameters
+        self.replaced = 0
+        """How many other objects were found in place of parameters so far."""
+        self._look()
+
+    def _look(self) -> None:
+        """Remember every module and parameter, where it is held."""
+        both = ((m._modules, m._parameters) for m in self._model.modules())
+        self._tables: list[dict[str, Any]] = [table for pair in both for table in pair if table]
+        self._found = list(chain.from_iterable(map(dict.values, self._tables)))
+        self.by_id = {id(w.tensor): w for w in reversed(self._parameters)}
+
+    def follow(self) -> None:
+        """Take up what the loop has put in place of parameters, under the same names."""
+        if all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._found)):
+            return
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for w in self._parameters:
+            found = named.get(w.name)  # None, or no parameter: pruned or parametrized since, say
+            if found is not w.tensor and isinstance(found, nn.Parameter):
+                w.tensor, self.replaced = found, self.replaced + 1
+        self._look()
 
 
 class Projections:
