@@ -29,6 +29,10 @@ OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
 """Called with a layer's name, input and output; may return another output."""
 
 
+Then = Callable[[Any, Mapping[str, Tensor]], Any]
+"""Called with the network's output, and the parameters and buffers it ran with."""
+
+
 def check_architecture(model: nn.Module, memory: Memory) -> None:
     """Refuse a model whose parameters or layers are not the recorded ones, naming the first few."""
     if not isinstance(model, nn.Module):
@@ -95,7 +99,7 @@ def run(
     kwargs: Mapping[str, Any],
     on_layer: OnLayer = lambda name, given, output: None,
     layers: Sequence[str] = (),
-    then: Callable[[Any], Any] = lambda output: output,
+    then: Then = lambda output, state: output,
 ) -> Any:
     """The view's network on some inputs, with a look at the recorded layers on the way.
 
@@ -115,7 +119,7 @@ def run(
             )
             stack.callback(handle.remove)
         with _fitting(view, inputs, kwargs):
-            return _call(_Asked(model, then), state, inputs, kwargs)
+            return _call(model, state, inputs, kwargs, then)
 
 
 class _Asked(nn.Module):
@@ -130,9 +134,14 @@ class _Asked(nn.Module):
 
 
 def _call(
-    asked: _Asked, state: Mapping[str, Tensor], inputs: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    then: Then,
 ) -> Any:
     own = {f"model.{name}": tensor for name, tensor in state.items()}
+    asked = _Asked(model, lambda output: then(output, state))
     return torch.func.functional_call(asked, own, tuple(inputs), dict(kwargs))
 
 
@@ -229,7 +238,7 @@ def run_with_uses(
     state = _state(model, view, inputs, kwargs)
     uses = GraphUses([view.memory.layer(name) for name in layers], state)
 
-    def look(output: Any) -> Any:
+    def look(output: Any, _: Mapping[str, Tensor]) -> Any:
         uses.look(output)
         return then(output, uses)
 
@@ -239,7 +248,7 @@ def run_with_uses(
         for handle in uses.watch(model):
             stack.callback(handle.remove)
         with torch.enable_grad():
-            return _call(_Asked(model, look), state, inputs, kwargs)
+            return _call(model, state, inputs, kwargs, look)
 
 
 def _state(

@@ -28,6 +28,7 @@ from dualform.attention.used import GraphUses
 from dualform.attention.view import View
 from dualform.errors import QueryError
 from dualform.layers import kinds
+from dualform.layers.torch_internals import version_of
 from dualform.memory import LayerMemory
 
 
@@ -68,12 +69,15 @@ def of_input(given: OneInput, target: Aim, layer: str | None, label: int | None)
     names = memory.layers if layer is None else (layer,)
     traced = Traced()
 
-    def through_calls(output: Any) -> tuple[str, Target, list[Tensor]] | None:
+    def through_calls(
+        output: Any, state: Mapping[str, Tensor]
+    ) -> tuple[str, Target, list[Tensor]] | None:
         value, name = _aimed(output, target, label)
         produced = traced.layer_of(output)
         chosen = layer if layer is not None else produced
         if chosen is None or chosen not in traced.calls:
             return None
+        _must_stay(memory.layer(chosen), state)
         told = Target(f"{name} of the model", first_order=chosen != produced)
         return chosen, told, traced.slopes(chosen, value)
 
@@ -117,6 +121,15 @@ def _through_calls(
     return contribution(view, layer, asked(layer, rows, directions), target, primal)
 
 
+def _must_stay(layer: LayerMemory, state: Mapping[str, Tensor]) -> None:
+    """Refuse where the model changes a layer's weight while it answers: it began as a copy."""
+    if any(version_of(state[name]) > 0 for name in layer.layer.parameters):
+        raise QueryError(
+            f"the model changes {layer.weight!r} while it answers (max_norm of an embedding, say), "
+            f"so what patterns wrote is not what layer {layer.name!r} gives. Name another layer"
+        )
+
+
 def _must_be(layer: LayerMemory, view: View, along: Mapping[str, Tensor], primal: float) -> None:
     """Refuse where a layer answers by more than its weights: batch norms know running statistics,
     and examples wrote into them by the statistics of their batch."""
@@ -148,6 +161,7 @@ def _through_uses(
             )
         known = view.memory.layer(chosen)
         known.need_error_signals("a contribution")
+        _must_stay(known, uses.state)
         rows, slopes = uses.slopes(chosen, value)
         asking.check_finite(rows, f"what layer {chosen!r} receives for this input")
         primal = float((uses.output(known, rows).double() * slopes.double()).sum())

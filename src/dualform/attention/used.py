@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from dualform.errors import QueryError
 from dualform.layers import Layer, kinds
 from dualform.layers.finding import is_attention
-from dualform.layers.torch_internals import saved_input, sequence_number, version_of
+from dualform.layers.torch_internals import saved_input, sequence_number
 from dualform.layers.uses import Graph, Use, tensors_in
 from dualform.memory import LayerMemory
 
@@ -41,12 +41,11 @@ class GraphUses:
     """
 
     def __init__(self, layers: Sequence[LayerMemory], state: Mapping[str, Tensor]) -> None:
-        self._layers, self._state = layers, state
+        self._layers, self.state = layers, state
         self._found: dict[str, list[Found]] = {layer.name: [] for layer in layers}
         self._seen: set[Node] = set()
         self._asking = False
         self._leaves: dict[Node, tuple[str, tuple[int, ...]]] = {}
-        self._versions = {name: version_of(tensor) for name, tensor in state.items()}
         for name in {p for la in layers for p in (la.weight, la.bias) if p is not None}:
             leaf = state[name].requires_grad_()
             self._leaves[get_gradient_edge(leaf).node] = name, tuple(leaf.shape)
@@ -105,13 +104,6 @@ class GraphUses:
                 "together: what they wrote cannot be told apart; name another layer, or ask for a "
                 "recorded one with example=..."
             )
-        known = next(la for la in self._layers if la.name == layer)
-        if any(version_of(self._state[p]) != self._versions[p] for p in known.layer.parameters):
-            raise QueryError(
-                f"the model changes {known.weight!r} while it answers (max_norm of an embedding, "
-                f"say), so what patterns wrote is not what layer {layer!r} gives; name another "
-                "layer, or ask for a recorded one with example=..."
-            )
         caught: dict[int, Tensor] = {}
 
         def catch(number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
@@ -123,7 +115,7 @@ class GraphUses:
 
         handles = [f.use.end.register_prehook(catch(i)) for i, f in enumerate(uses)]
         try:
-            leaves = [self._state[name] for name, _ in self._leaves.values()]
+            leaves = [self.state[name] for name, _ in self._leaves.values()]
             torch.autograd.grad(value, leaves, allow_unused=True)
         finally:
             for handle in handles:
@@ -139,10 +131,10 @@ class GraphUses:
 
     def output(self, layer: LayerMemory, rows: Tensor) -> Tensor:
         """The layer's output for these queries, as the network computes it: [n, d_out]."""
-        weight = self._state[layer.weight].detach()[layer.rows_of(layer.weight)]
+        weight = self.state[layer.weight].detach()[layer.rows_of(layer.weight)]
         output = kinds.of(layer.kind).multiply(weight, rows)
         if layer.bias is not None:
-            output = output + self._state[layer.bias].detach()[layer.rows_of(layer.bias)]
+            output = output + self.state[layer.bias].detach()[layer.rows_of(layer.bias)]
         return output
 
     def _take(self, use: Use, ordered: Callable[[Tensor], Tensor]) -> None:

@@ -64,6 +64,7 @@ class Marks:
         self._factors = np.concatenate([np.zeros(0, np.uint32), *factors])
         self._views: list[Words] = []
         self._memory: list[int] | None = None
+        self._is_seen = True
 
     def _addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.tensors]

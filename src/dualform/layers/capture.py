@@ -87,7 +87,7 @@ class Capture:
         self.layers: dict[Layer, nn.Module | None] = dict(layers)
         """Those of interest, with their modules; None: code past all modules makes it."""
         self.on_use, self.context, self.by_examples = on_use, context, by_examples
-        self.are_values: set[str] = set()
+        self.are_values = finding.kept_short(model)
         self._wants, self._tell = on_new_layer, on_values
         self._called: dict[int, Returned] = {}
         self._sites: dict[Layer, CallSite] = {}

@@ -64,8 +64,9 @@ class States:
         return self._numbered(self._sampled())
 
     def _sampled(self) -> Words:
-        """Read the entries of weights; look tensors up again where loop or optimizer have new ones."""
-        known = [self._watch.members.replaced, *((o, id(o.state), len(o.state)) for o in self._owners)]
+        """Read the entries of weights; look tensors up again where there are new ones."""
+        known: list[Any] = [(o, id(o.state), len(o.state)) for o in self._owners]
+        known.append(self._watch.members.replaced)
         if known != self._known or not self._states.tensors:
             self._known = known
             self._weights.tensors = [w.tensor for w in self._watch]
