@@ -23,6 +23,7 @@ from dualform.attention.used import GraphUses
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
 from dualform.layers import ROOT_NAME, find_layers, kinds, layer_by_layer
+from dualform.layers.uses import tensors_in as tensors_in
 from dualform.memory import LayerMemory, Memory
 
 OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -334,14 +335,3 @@ def _hook(name: str, on_layer: OnLayer) -> Callable[..., Tensor | None]:
         return on_layer(name, args[0] if args else kwargs["input"], output)
 
     return hook
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)

@@ -32,11 +32,7 @@ class EmbeddingKind(Kind):
     tags_must_fit: ClassVar[bool] = False
 
     def recognises(self, module: nn.Module) -> bool:
-        return (
-            isinstance(module, nn.Embedding)
-            and is_plain(module, nn.Embedding)
-            and not (module.scale_grad_by_freq or module.sparse)
-        )
+        return is_plain(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
 
     def layer(self, module: nn.Module, name: str, weight: str, bias: str | None) -> Layer:
         found = super().layer(module, name, weight, bias)

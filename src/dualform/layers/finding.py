@@ -43,8 +43,7 @@ def find_layers(model: nn.Module) -> dict[Layer, nn.Module]:
     module is left out: its calls are not seen.
     """
     names, hidden = {id(p): name for name, p in model.named_parameters()}, _compiled(model)
-    found: dict[Layer, nn.Module] = {}
-    shortened = kept_short(model)
+    found, shortened = dict[Layer, nn.Module](), kept_short(model)
     for name, module in model.named_modules():
         kind = None if module in hidden else recognised(module)
         own = (module._parameters.get(role) for role in ("weight", "bias"))

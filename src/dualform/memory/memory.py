@@ -106,7 +106,8 @@ class Memory:
         """One layer's keys, error signals and pattern columns."""
         own = (p for p in self.parameters.values() if p.name.rpartition(".")[0] == name)
         for parameter in (p for p in own if not p.layers):
-            raise QueryError(f"{name!r} has no patterns: {parameter.name!r} {parameter.why}")
+            why = f"{parameter.name!r} {parameter.why}"
+            raise QueryError(f"there is no layer {name!r} that has patterns: {why}")
         named(self.opened.description.layers, name, "layer")
         if name not in self._layers:
             self._layers[name] = LayerMemory(self.opened, name)
