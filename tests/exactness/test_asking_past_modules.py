@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exactness import functional
 from tests.exactness.functional import (
     RULE,
     STEPS,
@@ -202,3 +203,65 @@ def test_queries_inside_a_checkpoint_are_found(new_run: Any, certify: Any) -> No
     assert len(found) == 12
     for name, calls in {"attn.attn.in_proj": 1, "attn.attn.out_proj": 1, "fc": 1}.items():
         assert len(attention[name].queries) == 6 * calls, name
+
+
+def in_a_checkpoint(use: Callable[[nn.Linear, Tensor], Tensor]) -> nn.Module:
+    return Returned(lambda fc, x: functional.checkpoint(use, fc, x, use_reentrant=False))
+
+
+CHECKPOINTS: dict[str, Callable[[], nn.Module]] = {"one in another": Checkpointed} | {
+    name: lambda use=use: in_a_checkpoint(use) for name, use in USES.items()
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_makes_no_difference_to_an_answer(
+    case: str, new_run: Any, certify: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part runs again when a derivative is taken: the model that lends its architecture has
+    other weights, is in training mode (with dropout), and must not be seen in the answer."""
+    run = new_run(seeded(CHECKPOINTS[case]), loss_of, torch.float64)
+    train(run)
+    memory = certify(run)
+    torch.manual_seed(99)
+    other = CHECKPOINTS[case]().double().train()
+    inputs = torch.randn(1, 3, 8, dtype=torch.float64)
+    dual = dualform.DualForm(other, memory)
+    aim = torch.randn(dual(inputs).shape, dtype=torch.float64)
+    weights = [memory.layer(name).weight for name in memory.layers]
+    names = [
+        name for name, own in zip(memory.layers, weights, strict=True) if weights.count(own) < 2
+    ]
+    with_it = {name: dual.contribute(inputs, target=aim, layer=name) for name in names}
+    attention = dual.attend(inputs)
+    assert all(module.training for module in other.modules())
+    monkeypatch.setattr(functional, "checkpoint", lambda f, *given, use_reentrant: f(*given))
+    for name, split in with_it.items():
+        plain = dual.contribute(inputs, target=aim, layer=name)
+        assert abs(split.residual) <= 1e-11
+        assert abs(split.total - plain.total) <= 1e-11
+        assert torch.allclose(split.values, plain.values, rtol=0, atol=1e-12)
+    for name, spotlight in dual.attend(inputs).items():
+        assert torch.equal(attention[name].queries, spotlight.queries)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own
+def test_a_checkpoint_that_gives_no_derivative_is_refused(new_run: Any) -> None:
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.cut = nn.Linear(8, 8), nn.Linear(8, 3), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.cut:
+                return self.head(self.body(x).tanh())
+            return self.head(functional.checkpoint(self.body, x, use_reentrant=True).tanh())
+
+    run = new_run(seeded(Reentrant), loss_of, torch.float64)
+    train(run)
+    dual = dualform.DualForm(run.model, run.path)
+    run.model.cut = True
+    inputs, aim = torch.randn(1, 3, 8, dtype=torch.float64), torch.ones(1, 3, 3)
+    assert abs(dual.contribute(inputs, target=aim).residual) <= 1e-11
+    with pytest.raises(dualform.QueryError, match="'body' runs where torch computes no derivative"):
+        dual.contribute(inputs, target=aim, layer="body")

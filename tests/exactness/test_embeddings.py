@@ -6,6 +6,7 @@ compare.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -342,3 +343,47 @@ def test_an_edited_gradient_of_an_embedding_is_found(
             run.model.embedding.weight.grad[:, ::2] *= 1.01
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Bags(nn.Module):
+    """A look-up that no module makes, of rows that are kept short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.randn(TOKENS, WIDTH)), nn.Linear(WIDTH, TOKENS)
+        self.max_norm = 0.5
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.embedding(tokens, self.table, max_norm=self.max_norm).tanh())
+
+
+@pytest.mark.parametrize("tied", [False, True, None], ids=["untied", "tied", "past its module"])
+def test_rows_that_are_kept_short_are_in_no_answer_as_if_they_were_not(
+    tied: bool | None, new_run: Any, certify: Any
+) -> None:
+    """max_norm changes the weight in the forward pass: of the model trained, and of one asked."""
+    build = Bags if tied is None else lambda: Words(bool(tied), max_norm=0.5)
+    run = new_run(seeded(build), loss_of, torch.float64)
+    train(run)
+    name, place = ("table", "table[tokens]") if tied is None else ("embedding.weight", "embedding")
+    memory = dualform.Memory.open(run.path) if tied is None else certify(run)
+    if tied is not None:
+        assert memory.parameters[name].keep == "values"
+        assert "max_norm" in memory.parameters[name].why
+    (run.model if tied is None else run.model.embedding).max_norm = 0.2  # it will shorten this one
+    dual, tokens = dualform.DualForm(run.model, memory), torch.tensor([[3]])
+    given = copy.deepcopy(run.model).eval()(tokens).detach()
+    assert torch.equal(dual(tokens), given)
+    aim = torch.randn(given.shape, dtype=torch.float64)
+    asked = {n: dual.contribute(tokens, target=aim, layer=n) for n in memory.layers if n != place}
+    assert asked.keys() == {None: {"head"}, False: {"body", "head"}, True: {"body"}}[tied]
+    for split in asked.values():
+        assert abs(split.residual) <= 1e-12
+    if "head" in asked:
+        assert abs(asked["head"].total - float((given * aim).sum())) <= 1e-12
+    for layer in {place, "head"} - asked.keys():
+        with pytest.raises(dualform.QueryError, match="max_norm"):
+            dual.contribute(tokens, target=aim, layer=layer)
+    assert dual.verify(tokens).passed
+    for parameter, weight in run.kept[STEPS].items():  # the model that was asked is as it was
+        assert torch.equal(run.model.get_parameter(parameter), weight)

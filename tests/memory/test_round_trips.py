@@ -89,8 +89,8 @@ def test_uses_say_where_their_rows_are(tmp_path: Path) -> None:
     assert tokens.start.tolist() == [0, 5, 10, 15, 20, 25]
     assert tokens.shape_of(3) == (1, 5)
     assert memory.layer("fc1").uses.shape_of(0) == (5,)
-    assert memory.layer("fc1").uses_of(7) == range(7, 8)
-    assert memory.layer("tokens").uses_of(7) == range(4, 4)
+    assert memory.layer("fc1").uses.of_step(7) == range(7, 8)
+    assert memory.layer("tokens").uses.of_step(7) == range(4, 4)
     assert tokens.dtype_of(0) == torch.float32
     assert tokens.layout.tolist() == [0, 2, 1, 0, 2, 1]
     assert memory.layer("tokens").patterns["position"].tolist() == [0, 1, 2, 3, 4] * 6

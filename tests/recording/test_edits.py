@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from dualform.certificate.replay import at
 from dualform.certificate.report import BITS
-from dualform.errors import AuditError, QueryError
+from dualform.errors import AuditError, QueryError, RecordingError
 from dualform.memory import Memory
 from dualform.recording import record
 
@@ -394,3 +394,130 @@ def test_a_tied_pair_of_networks_is_told_apart(tmp_path: Path) -> None:
             two.zero_grad()
     for name, model, steps in (("1", models[0], 4), ("2", models[1], 2)):
         assert proved(tmp_path / name, model).steps == steps
+
+
+# -- other objects in place of parameters ----------------------------------------------------------
+
+
+def in_place_of(model: Any, optimizer: Any, place: int, name: str, new: torch.Tensor) -> None:
+    """Another object of the same name, in the module and in the optimizer."""
+    old, parameter = getattr(model[place], name), nn.Parameter(new)
+    setattr(model[place], name, parameter)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter if p is old else p for p in group["params"]]
+
+
+def a_new_weight(model: Any, optimizer: Any) -> None:
+    in_place_of(model, optimizer, 2, "weight", torch.linspace(-1, 1, 36).view(4, 9))
+
+
+def a_new_bias(model: Any, optimizer: Any) -> None:
+    in_place_of(model, optimizer, 2, "bias", torch.ones(4))
+
+
+def lying_otherwise(model: Any, optimizer: Any) -> None:
+    in_place_of(model, optimizer, 2, "weight", torch.linspace(-1, 1, 36).view(9, 4).t())
+
+
+def in_a_group_of_its_own(model: Any, optimizer: Any) -> None:
+    model[2].weight = nn.Parameter(torch.linspace(-1, 1, 36).view(4, 9))
+    optimizer.add_param_group({"params": [model[2].weight]})
+
+
+def the_same_numbers(model: Any, optimizer: Any) -> None:
+    in_place_of(model, optimizer, 2, "weight", model[2].weight.detach().clone())
+
+
+def all_moved(model: Any, optimizer: Any) -> None:
+    """As `model.to(...)` does where torch is asked for new objects."""
+    for place in (0, 2):
+        for name in ("weight", "bias"):
+            new = 1.1 * getattr(model[place], name).detach()
+            in_place_of(model, optimizer, place, name, new)
+
+
+REPLACED: dict[str, tuple[Change, set[str]]] = {
+    "a weight": (a_new_weight, {"2.weight"}),
+    "a bias": (a_new_bias, {"2.bias"}),
+    "lying otherwise": (lying_otherwise, {"2.weight"}),
+    "a group of its own": (in_a_group_of_its_own, {"2.weight"}),
+    "the same numbers": (the_same_numbers, {"2.weight"}),
+    "every one": (all_moved, {"0.weight", "0.bias", "2.weight", "2.bias"}),
+}
+
+
+@pytest.mark.parametrize("keep", ["auto", "values"])
+@each_kind
+@pytest.mark.parametrize("how", REPLACED)
+def test_another_object_in_place_of_a_parameter_is_an_edit_and_recorded_on(
+    how: str, kind: str, keep: str, tmp_path: Path
+) -> None:
+    if how == "lying otherwise" and "fused" in kind:
+        pytest.skip("fused kernels round by the place in memory, which a memory does not keep")
+    change, edited = REPLACED[how]
+    model, states = train(tmp_path / "run", kind, change, keep=keep)
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps == STEPS
+    if how != "the same numbers" or kind != "Lion":  # its state is made before the update
+        assert [(e.step, e.what) for e in memory.events] == [(EDITED, "edited")]
+        assert set(memory.events[0].parameters) == edited
+    found = verified(memory, model)
+    assert found.passed, found
+    for name in memory.parameters if keep == "auto" else ():
+        assert found.verdicts[name].verdict == BITS
+        for step, state in states.items():
+            if name not in edited or step != EDITED:
+                assert torch.equal(at_if_known(memory, name, step, state[name]), state[name])
+
+
+@each_kind
+def test_the_last_object_in_place_of_a_parameter_is_what_the_memory_ends_with(
+    kind: str, tmp_path: Path
+) -> None:
+    model, _ = train(tmp_path / "run", kind, a_new_weight, at_step=STEPS)
+    memory = Memory.open(tmp_path / "run")
+    assert [(e.step, e.what, e.parameters) for e in memory.events] == [
+        (STEPS, "edited", ("2.weight",))
+    ]
+    assert verified(memory, model).passed
+    assert torch.equal(at(memory, "2.weight", STEPS), model[2].weight)
+
+
+@pytest.mark.parametrize("before_the_pass", [True, False])
+@pytest.mark.parametrize("new", [torch.zeros(4, 9).double(), torch.zeros(5, 9)], ids=["f64", "5"])
+def test_an_object_of_another_kind_in_place_of_a_parameter_is_refused(
+    new: torch.Tensor, before_the_pass: bool, tmp_path: Path
+) -> None:
+    model = plain()
+    optimizer, states = SGD(model.parameters(), lr=0.05, momentum=0.9), {0: state_of(model)}
+    with (
+        pytest.raises(RecordingError, match=r"2\.weight.*record again into a new path"),
+        record(model, optimizer, tmp_path / "run"),
+    ):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+        if not before_the_pass:
+            backward(model, STEPS)
+        in_place_of(model, optimizer, 2, "weight", new)
+        if before_the_pass:
+            torch.nn.functional.linear(torch.ones(1, 9).to(new), model[2].weight).sum().backward()
+            model[0](torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+    assert proved(tmp_path / "run", None, states).steps == STEPS
+
+
+def test_a_module_in_place_of_another_is_refused_before_its_update(tmp_path: Path) -> None:
+    model = plain()
+    optimizer, states = SGD(model.parameters(), lr=0.05, momentum=0.9), {0: state_of(model)}
+    with (
+        pytest.raises(AuditError, match=r"2\.weight.*not explained by its patterns"),
+        record(model, optimizer, tmp_path / "run"),
+    ):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+        model[2] = nn.Linear(9, 4)
+        update(model, SGD(model.parameters(), lr=0.05, momentum=0.9), STEPS)
+    memory = proved(tmp_path / "run", None, None, verdict=None)
+    assert memory.steps == STEPS

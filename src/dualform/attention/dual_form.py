@@ -181,7 +181,9 @@ class DualForm:
         """Compare the outputs by attention with the model's own."""
         model = self._model("comparing outputs")
         with torch.no_grad(), asking.evaluating(model), layer_by_layer():
-            primal = _flat(model(*inputs, **kwargs))
+            both = (*model.named_parameters(), *model.named_buffers())
+            own = {name: tensor.clone() for name, tensor in both}  # it may change them (max_norm)
+            primal = _flat(torch.func.functional_call(model, own, tuple(inputs), dict(kwargs)))
             attended = _flat(asking.run_by_patterns(model, self._view, inputs, kwargs))
         scale = float(primal.abs().max()) if primal.numel() else 0.0
         off = float((attended - primal).abs().max()) if primal.numel() else 0.0

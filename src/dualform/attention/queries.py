@@ -3,6 +3,9 @@
 The network runs with the weights of a view through `torch.func.functional_call`, in eval mode. The
 user's model lends its architecture only: its parameters and buffers are never written to, every
 submodule's train/eval mode is put back exactly, and no hook survives, whatever the model raises.
+
+Why it is hard: an activation checkpoint runs its part again when a derivative is taken. So that is
+done while all this still holds: it is `then`, which is given the output.
 """
 
 from __future__ import annotations
@@ -20,10 +23,15 @@ from dualform.attention.used import GraphUses
 from dualform.attention.view import View, layers_named
 from dualform.errors import QueryError
 from dualform.layers import ROOT_NAME, find_layers, kinds, layer_by_layer
+from dualform.layers.uses import tensors_in as tensors_in
 from dualform.memory import LayerMemory, Memory
 
 OnLayer = Callable[[str, Tensor, Tensor], Tensor | None]
 """Called with a layer's name, input and output; may return another output."""
+
+
+Then = Callable[[Any, Mapping[str, Tensor]], Any]
+"""Called with the network's output, and the parameters and buffers it ran with."""
 
 
 def check_architecture(model: nn.Module, memory: Memory) -> None:
@@ -92,6 +100,7 @@ def run(
     kwargs: Mapping[str, Any],
     on_layer: OnLayer = lambda name, given, output: None,
     layers: Sequence[str] = (),
+    then: Then = lambda output, state: output,
 ) -> Any:
     """The view's network on some inputs, with a look at the recorded layers on the way.
 
@@ -111,7 +120,30 @@ def run(
             )
             stack.callback(handle.remove)
         with _fitting(view, inputs, kwargs):
-            return torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
+            return _call(model, state, inputs, kwargs, then)
+
+
+class _Asked(nn.Module):
+    """A model, and what is done with its output while it has the weights of a view."""
+
+    def __init__(self, model: nn.Module, then: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model, self.then = model, then
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.then(self.model(*inputs, **kwargs))
+
+
+def _call(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    then: Then,
+) -> Any:
+    own = {f"model.{name}": tensor for name, tensor in state.items()}
+    asked = _Asked(model, lambda output: then(output, state))
+    return torch.func.functional_call(asked, own, tuple(inputs), dict(kwargs))
 
 
 @contextmanager
@@ -182,7 +214,7 @@ def queries_of(
         run(model, view, inputs, kwargs, collect, layers)
     unseen = [name for name, rows in received.items() if not rows]
     if unseen:
-        received |= run_with_uses(model, view, inputs, kwargs, unseen)[1].read()
+        received |= run_with_uses(model, view, inputs, kwargs, unseen, lambda _, uses: uses.read())
     for name, rows in received.items():
         if not rows:
             raise QueryError(
@@ -201,19 +233,23 @@ def run_with_uses(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any],
     layers: Sequence[str],
-) -> tuple[Any, GraphUses]:
-    """The network's output, with gradients on, and what its graph knows of these layers' uses."""
+    then: Callable[[Any, GraphUses], Any],
+) -> Any:
+    """The same with gradients on; `then` is also given what the graph knows of these layers."""
     state = _state(model, view, inputs, kwargs)
     uses = GraphUses([view.memory.layer(name) for name in layers], state)
+
+    def look(output: Any, _: Mapping[str, Tensor]) -> Any:
+        uses.look(output)
+        return then(output, uses)
+
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(layer_by_layer())
         for handle in uses.watch(model):
             stack.callback(handle.remove)
         with torch.enable_grad():
-            output = torch.func.functional_call(model, state, tuple(inputs), dict(kwargs))
-        uses.look(output)
-    return output, uses
+            return _call(model, state, inputs, kwargs, look)
 
 
 def _state(
@@ -299,14 +335,3 @@ def _hook(name: str, on_layer: OnLayer) -> Callable[..., Tensor | None]:
         return on_layer(name, args[0] if args else kwargs["input"], output)
 
     return hook
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)

@@ -23,10 +23,12 @@ from dualform.attention.contribution import (
     asked_by_examples,
     contribution,
 )
-from dualform.attention.targets import Aim, Traced, aim, is_margin
+from dualform.attention.targets import Aim, Call, Traced, aim, is_margin
+from dualform.attention.used import GraphUses
 from dualform.attention.view import View
 from dualform.errors import QueryError
 from dualform.layers import kinds
+from dualform.layers.torch_internals import version_of
 from dualform.memory import LayerMemory
 
 
@@ -64,33 +66,45 @@ def of_input(given: OneInput, target: Aim, layer: str | None, label: int | None)
     memory = given.view.memory
     if layer is not None and memory.layer(layer).keep == "keys":
         memory.layer(layer).need_error_signals("a contribution")
-    traced = Traced()
     names = memory.layers if layer is None else (layer,)
+    traced = Traced()
+
+    def through_calls(
+        output: Any, state: Mapping[str, Tensor]
+    ) -> tuple[str, Target, list[Tensor]] | None:
+        value, name = _aimed(output, target, label)
+        produced = traced.layer_of(output)
+        chosen = layer if layer is not None else produced
+        if chosen is None or chosen not in traced.calls:
+            return None
+        _must_stay(memory.layer(chosen), state)
+        told = Target(f"{name} of the model", first_order=chosen != produced)
+        return chosen, told, traced.slopes(chosen, value)
+
+    view, model, inputs, kwargs = given
     with torch.enable_grad():
-        output = asking.run(
-            given.model, given.view, given.inputs, given.kwargs, traced.on_layer, names
-        )
+        found = asking.run(model, view, inputs, kwargs, traced.on_layer, names, through_calls)
+    if found is None:
+        functional = [name for name in names if name not in traced.calls]
+        return _through_uses(given, functional, layer, target, label)
+    chosen, told, slopes = found
+    return _through_calls(view, traced.calls[chosen], memory.layer(chosen), slopes, told)
+
+
+def _aimed(output: Any, target: Aim, label: int | None) -> tuple[Tensor, str]:
+    """The number that is split up, and what it is called."""
     if not isinstance(output, Tensor):
         raise QueryError(
             f"the model returns a {type(output).__name__}; contribute needs a tensor of outputs"
         )
     direction, name = aim(target, label, output, "the model's output")
-    produced = traced.layer_of(output)
-    chosen = layer if layer is not None else produced
-    if chosen is not None and chosen in traced.calls:
-        told = Target(f"{name} of the model", first_order=chosen != produced)
-        value = (output * direction.to(output)).sum()
-        return _through_calls(given.view, traced, memory.layer(chosen), value, told)
-    functional = [n for n in names if n not in traced.calls]
-    return _through_uses(given, functional, layer, direction, name)
+    return (output * direction.to(output)).sum(), name
 
 
 def _through_calls(
-    view: View, traced: Traced, layer: LayerMemory, value: Tensor, target: Target
+    view: View, calls: Sequence[Call], layer: LayerMemory, slopes: Sequence[Tensor], target: Target
 ) -> Contribution:
     """Along g = d(target)/d(layer output): one-hot where the layer's output is the model's."""
-    calls = traced.calls[layer.name]
-    slopes = torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
     kind = kinds.of(layer.kind)
     outputs = torch.cat([kind.error_signals(call.output) for call in calls])
     directions = torch.cat([kind.error_signals(slope) for slope in slopes])
@@ -107,6 +121,15 @@ def _through_calls(
     return contribution(view, layer, asked(layer, rows, directions), target, primal)
 
 
+def _must_stay(layer: LayerMemory, state: Mapping[str, Tensor]) -> None:
+    """Refuse where the model changes a layer's weight while it answers: it began as a copy."""
+    if any(version_of(state[name]) > 0 for name in layer.layer.parameters):
+        raise QueryError(
+            f"the model changes {layer.weight!r} while it answers (max_norm of an embedding, say), "
+            f"so what patterns wrote is not what layer {layer.name!r} gives. Name another layer"
+        )
+
+
 def _must_be(layer: LayerMemory, view: View, along: Mapping[str, Tensor], primal: float) -> None:
     """Refuse where a layer answers by more than its weights: batch norms know running statistics,
     and examples wrote into them by the statistics of their batch."""
@@ -121,23 +144,29 @@ def _must_be(layer: LayerMemory, view: View, along: Mapping[str, Tensor], primal
 
 
 def _through_uses(
-    given: OneInput, names: Sequence[str], layer: str | None, direction: Tensor, name: str
+    given: OneInput, names: Sequence[str], layer: str | None, target: Aim, label: int | None
 ) -> Contribution:
     """The same for a weight that is used without its module being called."""
-    memory = given.view.memory
-    output, uses = asking.run_with_uses(given.model, given.view, given.inputs, given.kwargs, names)
-    produced = uses.layer_of(output)
-    chosen = layer if layer is not None else produced
-    if chosen is None:
-        raise QueryError(
-            "no recorded layer's output is the model's output as it stands, so no layer's "
-            "contributions add up to it; name a layer for contributions to first order: "
-            f"layer=one of {', '.join(memory.layers)}"
-        )
-    known = memory.layer(chosen)
-    known.need_error_signals("a contribution")
-    rows, slopes = uses.slopes(chosen, (output * direction.to(output)).sum())
-    asking.check_finite(rows, f"what layer {chosen!r} receives for this input")
-    primal = float((uses.output(known, rows).double() * slopes.double()).sum())
-    told = Target(f"{name} of the model", first_order=chosen != produced)
-    return contribution(given.view, known, asked(known, rows, slopes), told, primal)
+    view, model, inputs, kwargs = given
+
+    def split(output: Any, uses: GraphUses) -> Contribution:
+        value, name = _aimed(output, target, label)
+        produced = uses.layer_of(output)
+        chosen = layer if layer is not None else produced
+        if chosen is None:
+            raise QueryError(
+                "no recorded layer's output is the model's output as it stands, so no layer's "
+                "contributions add up to it; name a layer for contributions to first order: "
+                f"layer=one of {', '.join(view.memory.layers)}"
+            )
+        known = view.memory.layer(chosen)
+        known.need_error_signals("a contribution")
+        _must_stay(known, uses.state)
+        rows, slopes = uses.slopes(chosen, value)
+        asking.check_finite(rows, f"what layer {chosen!r} receives for this input")
+        primal = float((uses.output(known, rows).double() * slopes.double()).sum())
+        told = Target(f"{name} of the model", first_order=chosen != produced)
+        return contribution(view, known, asked(known, rows, slopes), told, primal)
+
+    found: Contribution = asking.run_with_uses(model, view, inputs, kwargs, names, split)
+    return found

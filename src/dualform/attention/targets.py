@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dualform.attention.queries import check_finite
 from dualform.errors import QueryError
+from dualform.layers.torch_internals import running_pass
 
 Aim = int | str | Tensor | Sequence[float]
 """What may be split up: an output, `"margin"`, or a direction over the outputs."""
@@ -45,8 +46,22 @@ class Traced:
 
     def on_layer(self, name: str, given: Tensor, output: Tensor) -> Tensor:
         call = Call(given, output)
-        self.calls.setdefault(name, []).append(call)
+        if running_pass() == -1:  # else a checkpoint runs its part again
+            self.calls.setdefault(name, []).append(call)
         return call.returned
+
+    def slopes(self, layer: str, value: Tensor) -> list[Tensor]:
+        """d(value)/d(the layer's output), call by call."""
+        calls = self.calls[layer]
+        if not all(call.returned.requires_grad for call in calls):
+            raise QueryError(
+                f"layer {layer!r} runs where torch computes no derivative (under torch.no_grad, or "
+                "in a checkpoint with use_reentrant=True), so its contributions are not known; "
+                "name another layer, or use use_reentrant=False"
+            )
+        return list(
+            torch.autograd.grad(value, [call.probe for call in calls], materialize_grads=True)
+        )
 
     def layer_of(self, output: Tensor) -> str | None:
         """The layer that returned this very tensor, unchanged since."""

@@ -41,7 +41,7 @@ class GraphUses:
     """
 
     def __init__(self, layers: Sequence[LayerMemory], state: Mapping[str, Tensor]) -> None:
-        self._layers, self._state = layers, state
+        self._layers, self.state = layers, state
         self._found: dict[str, list[Found]] = {layer.name: [] for layer in layers}
         self._seen: set[Node] = set()
         self._asking = False
@@ -115,7 +115,7 @@ class GraphUses:
 
         handles = [f.use.end.register_prehook(catch(i)) for i, f in enumerate(uses)]
         try:
-            leaves = [self._state[name] for name, _ in self._leaves.values()]
+            leaves = [self.state[name] for name, _ in self._leaves.values()]
             torch.autograd.grad(value, leaves, allow_unused=True)
         finally:
             for handle in handles:
@@ -131,10 +131,10 @@ class GraphUses:
 
     def output(self, layer: LayerMemory, rows: Tensor) -> Tensor:
         """The layer's output for these queries, as the network computes it: [n, d_out]."""
-        weight = self._state[layer.weight].detach()[layer.rows_of(layer.weight)]
+        weight = self.state[layer.weight].detach()[layer.rows_of(layer.weight)]
         output = kinds.of(layer.kind).multiply(weight, rows)
         if layer.bias is not None:
-            output = output + self._state[layer.bias].detach()[layer.rows_of(layer.bias)]
+            output = output + self.state[layer.bias].detach()[layer.rows_of(layer.bias)]
         return output
 
     def _take(self, use: Use, ordered: Callable[[Tensor], Tensor]) -> None:

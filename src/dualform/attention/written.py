@@ -66,7 +66,7 @@ class Writing:
 
     def of_step(self, step: int) -> Wrote | None:
         """The rows of one step; None if there are none."""
-        uses, own = self.layer.uses, self.layer.uses_of(step)
+        uses, own = self.layer.uses, self.layer.uses.of_step(step)
         if not len(own):
             return None
         return self.between(int(uses.start[own[0]]), int(uses.start[own[-1]] + uses.rows[own[-1]]))

@@ -108,7 +108,7 @@ class FromPatterns(ABC, Generic[T]):
 
         Products of fewer bits share a cast of the weight, which waits for the last of them.
         """
-        uses = ((layer, use) for layer in self.layers for use in layer.uses_of(step))
+        uses = ((layer, use) for layer in self.layers for use in layer.uses.of_step(step))
         found = [(layer.uses.arrival_of(use), layer, use) for layer, use in uses]
         found.sort(key=itemgetter(0))
         casts = {(at[0], layer.uses.dtype_of(use)): at for at, layer, use in found}

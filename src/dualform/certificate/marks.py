@@ -62,9 +62,9 @@ class Marks:
         self._starts = np.array([self._places[i].start for i in firsts], np.int64)
         factors = (_factors(nth)[:n] for (_, nth, _), n in zip(self._read, sizes, strict=True))
         self._factors = np.concatenate([np.zeros(0, np.uint32), *factors])
-        read = [self.tensors[i] for _, _, i in self._read]
-        self._is_seen = all(t.is_cpu and t.is_contiguous() for t in read)
-        self._views, self._memory = [v for views in found for v in views], self._addresses()
+        self._views: list[Words] = []
+        self._memory: list[int] | None = None
+        self._is_seen = True
 
     def _addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.tensors]
@@ -79,7 +79,9 @@ class Marks:
             self._memory = memory
             pairs = zip(self.tensors, self.seen, strict=True)
             self.seen = [t.detach() if nature_of(t) == nature_of(s) else s for t, s in pairs]
-            self._views = [view for _, _, i in self._read for view in _views(self.seen[i])]
+            read = [self.seen[i] for _, _, i in self._read]
+            self._views = [view for tensor in read for view in _views(tensor)]
+            self._is_seen = all(t.is_cpu and t.is_contiguous() for t in read)
         return np.concatenate(self._views) if self._views else np.zeros(0, np.int32)
 
     def numbers(self, sampled: Words) -> NDArray[np.uint32]:

@@ -147,6 +147,10 @@ class Replay:
         self.parameter, self.log = memory.parameters[parameter], memory.log(parameter)
         self._gradients = ExplainedGradients(memory, parameter, dtype, jitter)
         self._is_marked = dtype == self.parameter.dtype and jitter is None
+        was_scaled = (self.log.kappa[self.log.explained] != 1.0).any()
+        is_kept = np.isin(np.arange(memory.steps), memory.kept.gradient_steps(parameter))
+        self._is_measured = ~is_kept & was_scaled
+        """At which steps κ is known as measured only: a gradient that was kept has it in it."""
         self._dtype, self._factors = dtype, {} if factors is None else factors
         self._v, self._signs = memory.direction(parameter), memory.signs(parameter)
 
@@ -167,7 +171,7 @@ class Replay:
         setting, fresh = self.memory.settings[self.log.setting[step]], bool(self.log.fresh[step])
         before, factors = (one.weights, one.state), iter([kappa])
         heard, refuted = list[float](), set[float]()
-        if not (is_sure := kappa == 1.0 or not self._is_marked):
+        if not (is_sure := not (self._is_marked and self._is_measured[step])):
             heard, refuted = self._factors.setdefault((step, kappa), (heard, refuted))
             factors = chain(list(heard), self._near(step, total, kappa))
             before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
@@ -197,12 +201,15 @@ class Replay:
     def _near(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
         """What κ may have been: as measured or near it, and what makes the gradient what was seen.
 
-        That may be far off where the rows' signed sum is small by chance.
+        A number next to 1 was taken for 1 when it was measured. What was seen may be far off where
+        the rows' signed sum is small by chance.
         """
         with np.errstate(all="ignore"):
             beside = np.array(sorted(range(-REACH, REACH + 1), key=abs), np.int32)
             found = (np.float32(kappa).view(np.int32) + beside).view(np.float32).astype(float)
         yield from (kappa, *found[np.isfinite(found)].tolist())
+        if kappa == 1.0:
+            return
         rows, signs = total.double().reshape(len(self._signs), -1), self._signs
         along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
         whole = float(signs @ along) or TINY

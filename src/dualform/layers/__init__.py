@@ -18,7 +18,6 @@ from dualform.layers.capture import Capture as Capture
 from dualform.layers.capture import OnUse as OnUse
 from dualform.layers.choosing import WORDS as WORDS
 from dualform.layers.choosing import Keep as Keep
-from dualform.layers.fast_path import layer_by_layer as layer_by_layer
 from dualform.layers.finding import ROOT_NAME as ROOT_NAME
 from dualform.layers.finding import find_layers as find_layers
 from dualform.layers.finding import possible_names as possible_names
@@ -27,3 +26,4 @@ from dualform.layers.kinds import Kind as Kind
 from dualform.layers.kinds import of as of
 from dualform.layers.kinds import register as register
 from dualform.layers.layer import Layer as Layer
+from dualform.layers.torch_internals import layer_by_layer as layer_by_layer

@@ -87,7 +87,7 @@ class Capture:
         self.layers: dict[Layer, nn.Module | None] = dict(layers)
         """Those of interest, with their modules; None: code past all modules makes it."""
         self.on_use, self.context, self.by_examples = on_use, context, by_examples
-        self.are_values: set[str] = set()
+        self.are_values = finding.kept_short(model)
         self._wants, self._tell = on_new_layer, on_values
         self._called: dict[int, Returned] = {}
         self._sites: dict[Layer, CallSite] = {}
@@ -154,8 +154,7 @@ class Capture:
         if module is not None:
             places = [(module, "weight"), (module, "bias")]
         site = CallSite(layer, kinds.of(layer.kind), self.by_examples(layer), places)
-        self._sites[layer] = site
-        return site
+        return self._sites.setdefault(layer, site)
 
     def _is_trained(self, site: CallSite) -> bool:
         """Whether parameters that are not those of before, or were frozen, are trained now."""
@@ -182,7 +181,7 @@ class Capture:
         if made_by is None:
             return
         weight: Any = module._parameters.get("weight")
-        is_same = weight is not None and weight is site.weight
+        is_same = weight is site.weight is not None
         is_same = is_same and site.nature == (weight.dtype, weight.device)
         if not (is_same and site.nodes) and not self._is_trained(site):
             return
@@ -230,9 +229,7 @@ class Capture:
     ) -> None:
         """A node that makes a layer's output is about to be gone through, backward."""
         signal = signals[0]
-        if signal is None or not site.is_on or not held:
-            return
-        if not any(map(will_run, nodes)):
+        if signal is None or not site.is_on or not held or not any(map(will_run, nodes)):
             return
         key = held[0] if isinstance(held[0], Tensor) else held[0]()
         if type(held) is list and not keeps_graph():

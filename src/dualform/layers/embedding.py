@@ -4,8 +4,8 @@ Token ids of shape [B, L] give B·L patterns. The key is a single 1 among as man
 tokens, so it is kept as the token's number, [n, 1]: attention, key · query, is 1 where tokens are
 the same, else 0. The padding token writes nothing: its error signals are zeros.
 
-Some look-ups are no layers: `max_norm` rewrites the weight in the forward pass,
-`scale_grad_by_freq` divides the gradient, `sparse` gives none that could be compared.
+Some look-ups are no layers: `scale_grad_by_freq` divides the gradient, `sparse` gives none that
+could be compared (and `finding.kept_short` names those whose weight `max_norm` changes).
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ class EmbeddingKind(Kind):
     tags_must_fit: ClassVar[bool] = False
 
     def recognises(self, module: nn.Module) -> bool:
-        return (
-            isinstance(module, nn.Embedding)
-            and is_plain(module, nn.Embedding)
-            and module.max_norm is None
-            and not (module.scale_grad_by_freq or module.sparse)
-        )
+        return is_plain(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq)
 
     def layer(self, module: nn.Module, name: str, weight: str, bias: str | None) -> Layer:
         found = super().layer(module, name, weight, bias)

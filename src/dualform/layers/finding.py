@@ -43,14 +43,21 @@ def find_layers(model: nn.Module) -> dict[Layer, nn.Module]:
     module is left out: its calls are not seen.
     """
     names, hidden = {id(p): name for name, p in model.named_parameters()}, _compiled(model)
-    found: dict[Layer, nn.Module] = {}
+    found, shortened = dict[Layer, nn.Module](), kept_short(model)
     for name, module in model.named_modules():
         kind = None if module in hidden else recognised(module)
-        if kind is not None:
-            own = (module._parameters.get(role) for role in ("weight", "bias"))
-            weight, bias = (None if p is None else names[id(p)] for p in own)
+        own = (module._parameters.get(role) for role in ("weight", "bias"))
+        weight, bias = (None if p is None else names[id(p)] for p in own)
+        if kind is not None and weight not in shortened:
             found[kind.layer(module, name or ROOT_NAME, weight or "", bias)] = module
     return found
+
+
+def kept_short(model: nn.Module) -> set[str]:
+    """The weights that an embedding's `max_norm` changes in the forward pass, tied ones too."""
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    short = {id(m._parameters.get("weight")) for m in tables if m.max_norm is not None}
+    return {name for name, p in model.named_parameters() if id(p) in short}
 
 
 def reasons_for_values(model: nn.Module, layers: Collection[Layer]) -> dict[str, str]:
@@ -58,11 +65,13 @@ def reasons_for_values(model: nn.Module, layers: Collection[Layer]) -> dict[str,
     multiply with it), in words that follow its name."""
     covered = {name for layer in layers for name in layer.parameters}
     names, hidden = {id(p): name for name, p in model.named_parameters()}, _compiled(model)
-    found: dict[str, str] = {}
+    shortened, found = kept_short(model), dict[str, str]()
     for module in model.modules():
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         if module in hidden:
             why = "is inside a compiled module: record the module as it was before"
+        elif names.get(id(module._parameters.get("weight"))) in shortened:
+            why = f"belongs to a {kind}, whose weight max_norm changes in the forward pass"
         elif isinstance(module, nn.RNNBase):
             why = f"is in a {kind}, whose kernel hides what its weights are multiplied with"
         elif is_parametrized(module) or isinstance(module, ParametrizationList):

@@ -111,8 +111,7 @@ class Kind(ABC):
         """The gradient of one use as torch computes it, to the bit, in the dtype of the rows.
 
         Uses of one weight in one pass are added in the order in which the pass goes through them,
-        in the dtype of the product where they share a cast; `.grad` gets their sum, once.
-        """
+        in the dtype of the product where they share a cast; `.grad` gets their sum, once."""
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
         """The rows of the weight's gradient times a direction: [height]."""
@@ -140,14 +139,13 @@ class Kind(ABC):
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module computes what its class of torch computes: no forward of its own, no
     parametrized weight, none without a shape yet, no compiled call."""
-    weight = module._parameters.get("weight")
+    weight, own = module._parameters.get("weight"), vars(module).keys()
     return (
         isinstance(module, kind)
         and type(module).forward is kind.forward
         and isinstance(weight, nn.Parameter)
         and not isinstance(weight, nn.parameter.UninitializedParameter)
-        and not vars(module).keys()
-        & {"forward", "bias"}  # replaced on this very module, by pruning
+        and not own & {"forward", "bias"}  # replaced on this very module, by pruning
         and not is_compiled(module)
     )
 

@@ -67,12 +67,9 @@ class Layer:
             value = found.get(name, ...) if isinstance(found, Mapping) else ...
             numbers = value if isinstance(value, list) else [value] if expected is int else []
             facts = value.values() if isinstance(value, Mapping) else ()
-            if (
-                not isinstance(value, expected)
-                or not all(type(n) is int and n >= 0 for n in numbers)
-                or not all(isinstance(fact, Fact) for fact in facts)
-                or value == []
-            ):
+            is_right = isinstance(value, expected) and value != []
+            is_right &= all(type(n) is int and n >= 0 for n in numbers)
+            if not is_right or not all(isinstance(fact, Fact) for fact in facts):
                 raise MemoryFileError(
                     f"a layer is described as {str(found)[:200]}; its {name!r} is missing or not "
                     "what it should be. The file is damaged or was made by hand: copy it anew"

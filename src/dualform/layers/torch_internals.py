@@ -8,7 +8,9 @@ looked at). What training calls for every layer of every step is torch's own, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -141,3 +143,21 @@ def shape_of_output(node: Node) -> tuple[int, ...] | None:
 def sequence_number(node: Any) -> int:
     """The place of a node in the order in which the graph was made; 0 for all if unknown."""
     return int(getattr(node, "_sequence_nr", int)())
+
+
+_lock = threading.Lock()
+_before: list[bool] = []
+
+
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Switch off torch's fused evaluation of `nn.TransformerEncoder`: it calls no module and gives
+    zeros at padding. The switch, which is one for all threads, is then put back."""
+    with _lock:
+        _before.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _lock:  # the last to leave finds what the first has met
+            torch.backends.mha.set_fastpath_enabled(_before.pop())

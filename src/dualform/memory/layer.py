@@ -186,10 +186,6 @@ class LayerMemory:
         found = [s.lost(self.name, parameter) for s in self._segments]
         return np.concatenate([np.zeros((0, 2)), *found])
 
-    def uses_of(self, step: int) -> range:
-        """Which uses a step has, as places in `uses`."""
-        return self.uses.of_step(step)
-
     @property
     def keys(self) -> Tensor:
         """Every key x_t, [T, d_in] (tokens: int64, [T, 1]), in RAM; see also `blocks`."""

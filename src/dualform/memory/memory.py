@@ -104,6 +104,10 @@ class Memory:
 
     def layer(self, name: str) -> LayerMemory:
         """One layer's keys, error signals and pattern columns."""
+        own = (p for p in self.parameters.values() if p.name.rpartition(".")[0] == name)
+        for parameter in (p for p in own if not p.layers):
+            why = f"{parameter.name!r} {parameter.why}"
+            raise QueryError(f"there is no layer {name!r} that has patterns: {why}")
         named(self.opened.description.layers, name, "layer")
         if name not in self._layers:
             self._layers[name] = LayerMemory(self.opened, name)

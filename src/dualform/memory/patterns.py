@@ -69,14 +69,12 @@ class Uses:
         is_first = np.ones(len(known), bool)
         is_first[1:] = (known[1:, :2] != known[:-1, :2]).any(axis=1)
         number = np.arange(len(known)) - np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
-        found: Integers = number[which.reshape(-1)]
-        return found
+        return np.asarray(number[which.reshape(-1)])
 
     def column(self, name: str) -> Integers:
         """Of every row: step, microbatch, call, or its position in its example."""
         if name != "position":
-            found: Integers = np.repeat(getattr(self, name), self.rows)
-            return found
+            return np.repeat(np.asarray(getattr(self, name)), self.rows)
         rows = int(self.rows.sum())
         if not (self.positions > 1).any():
             return np.full(rows, NO_VALUE)

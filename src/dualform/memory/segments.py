@@ -95,10 +95,8 @@ class Segment:
         prefix = rows_name(layer, "")
         for name in sorted(n for n in self.file.places if n.startswith(prefix)):
             part, stored, size = name.removeprefix(prefix), self.file.tensor(name), rows
-            total = self._stored(layer, part)
-            self.need(
-                stored.shape[:1] == (total,), f"{name} has not {total} rows, but {stored.shape}"
-            )
+            total, seen = self._stored(layer, part), tuple(stored.shape)
+            self.need(seen[:1] == (total,), f"{name} has not {total} rows, but {seen}")
             if part == "keys" and layer in self.distinct:
                 # numbered as they first come: those that later patterns brought are at the end
                 numbers = self.references(layer)

@@ -92,6 +92,7 @@ class Passes:
         """Forget what was summed for gradients that are empty now, and the rows behind it."""
         if self._parcel:  # one pass inside another
             self._hand_over()
+        self.watch.members.follow()
         self.watch.refuse_converted()
         if self.on_begin is not None:
             self.on_begin()

@@ -346,6 +346,7 @@ class Recorder:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         updates = self._parts.updates
+        self._parts.watch.members.follow()
         if self._state != "recording" or not updates.holds(optimizer):
             return None
         self._interrupts.hold()  # until the update is written down, in _after
@@ -401,6 +402,7 @@ class Recorder:
             self._findings.remark(f"the training loop was ended by {kind.__name__}")
         try:
             parts.passes.finish()
+            parts.watch.members.follow()
             if found := parts.watch.converted():
                 self._findings.remark(
                     f"{listed([w.name for w in found])}: became {found[0].became} after update "

@@ -55,16 +55,26 @@ class States:
 
     def now(self) -> Numbers:
         """The marks of weights and of what optimizers remember, as they are: [2, P]."""
-        return self._numbered(self._weights.sampled())
+        return self._numbered(self._sampled())
+
+    def _sampled(self) -> Words:
+        """Read the entries of weights; look tensors up again where there are new ones."""
+        held = (own.values() for owner in self.owners for own in owner.state.values())
+        known = [id(value) for own in held for value in own if type(value) is Tensor]
+        known.append(self._watch.members.replaced)
+        if known != self._known or not self._states.tensors:
+            self._known = known
+            self._weights.tensors = [w.tensor for w in self._watch]
+            self._states = Marks([remembered(self.state(w)) for w in self._watch])
+        return self._weights.sampled()
 
     def _numbered(self, weights: Words) -> Numbers:
-        self._follow()
         states = self._states.numbers(self._states.sampled())
         return np.stack([self._weights.numbers(weights), states])
 
     def take(self) -> None:
         """Take the marks of this moment: an update was made."""
-        self._last = self._weights.sampled()
+        self._last = self._sampled()
         self._numbers = self._numbered(self._last)
 
     def remember(self, step: int) -> Numbers:
@@ -95,13 +105,6 @@ class States:
         now = self.now()[0].tobytes()
         return next((s for m, s in reversed(self._history.items()) if m.startswith(now)), None)
 
-    def _follow(self) -> None:
-        """Look the states' tensors up again where an optimizer has new ones."""
-        known = [(o, id(o.state), len(o.state)) for o in self.owners]
-        if known != self._known or not self._states.tensors:
-            self._known = known
-            self._states = Marks([remembered(self.state(w)) for w in self._watch])
-
     @np.errstate(over="ignore", invalid="ignore")
     def changed(self) -> Flags:
         """Which parameters differ from when marks were last taken.
@@ -111,9 +114,8 @@ class States:
         others. What optimizers remember: where it is another object, as `load_state_dict` leaves
         it.
         """
-        now, before = self._weights.sampled(), self._known
+        before, now = self._known, self._sampled()
         self.shaken = found = np.zeros(len(self._watch), bool)
-        self._follow()
         if now.tobytes() != self._last.tobytes():
             off, size = self._weights.apart(self._last, now)
             found = ~(off <= 16 * self._watch.u * size)

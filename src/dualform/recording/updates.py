@@ -241,7 +241,7 @@ class Updates:
         nothing is remembered."""
         moving: list[Watched] = []
         places: list[int] = []
-        by_id = self.watch.by_id
+        by_id = self.watch.members.by_id
         for group in optimizer.param_groups:
             found = (by_id.get(id(p)) for p in group["params"] if p.grad is not None)
             own = [w for w in found if w is not None]

@@ -28,6 +28,7 @@ from dualform.certificate.marks import nature_of
 from dualform.errors import RecordingError
 from dualform.layers import Kind, Layer, kinds
 from dualform.memory.directions import direction, signs
+from dualform.recording.members import Members
 from dualform.recording.regions import Region
 from dualform.recording.tags import Tag
 
@@ -168,7 +169,7 @@ class Watch:
             place = slice(int(self.starts[index]), int(self.starts[index]) + heights[index])
             v = direction(index, p[0].numel()).to(p) if p.dim() > 1 else None
             self.parameters.append(Watched(index, name, p, place, v))
-        self.by_id = {id(w.tensor): w for w in self.parameters}
+        self.members = Members(model, self.parameters)
         rows, count = sum(heights), len(named)
         self.signs = np.concatenate(
             [np.zeros(0), *(signs(i, height) for i, height in enumerate(heights))]
@@ -194,7 +195,7 @@ class Watch:
         """The parameters of the model that an optimizer has."""
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if (w := self.by_id.get(id(p))) is not None:
+                if (w := self.members.by_id.get(id(p))) is not None:
                     yield w
 
     def converted(self) -> list[Watched]:
