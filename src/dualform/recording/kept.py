@@ -188,16 +188,17 @@ class Keeper:
         self, w: Watched, start: Along, end: Along, history: History, settings: list[Setting]
     ) -> bool:
         """Whether a rule with scalars only leads from one fingerprint to the next."""
-        motions = []
+        motions = list[Motion]()
         for line, seen in history:
             if line.moved[w.index] and seen is not None:
                 setting, fresh = settings[line.setting[w.index]], bool(line.fresh[w.index])
                 rule = rule_of(setting.path)
                 if rule is None or not rule.is_linear:
                     return True
-                motions.append(Motion(linear_factors(setting, fresh, w.nature[1]), seen[w.place]))
-        off = walk(start, end, motions, float(self._watch.u[w.index]))
-        return bool((off.room_W >= off.W).all() or not np.isfinite(end.W).all())
+                motions.append((linear_factors(setting, fresh, w.nature[1]), seen[w.place], 0.0))
+        reached = walk(start, end, motions, float(self._watch.u[w.index]))
+        off = np.abs(end.W - reached.W)
+        return bool((reached.room_W >= off).all() or not np.isfinite(end.W).all())
 
 
 def along(w: Watched, weights: Tensor, momentum: Tensor | None) -> Along:
