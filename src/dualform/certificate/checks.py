@@ -97,7 +97,6 @@ class Judged:
             chosen = [chosen[round(at)] for at in np.linspace(0, len(chosen) - 1, CHOSEN)]
         missed = [found for way in reversed(chosen) if (found := self._missed(way))]
         walker = Walker(record)
-        walker.run()
         self.checks, room = walker.checks, walker.room
         if missed and not walker.is_linear and all(excuse for *_, excuse in missed):
             try:
@@ -119,12 +118,8 @@ class Judged:
             if not chosen:
                 yield KEPT, broken[-1] if broken else record.known.why, None
             if not missed:
-                some = f"but for {len(broken)} of {len(ways)} stretches: " if broken else ""
-                yield (
-                    BITS,
-                    "".join([some, *broken[-1:]]) if moved else "no optimizer moved it",
-                    None,
-                )
+                some = [f"but for {len(broken)} of {len(ways)} stretches: {why}" for why in broken]
+                yield BITS, "".join(some[-1:]) if moved else "no optimizer moved it", None
             why = missed[0][-1]
             if share <= CERTIFYING:
                 yield ROUNDED, why, None

@@ -21,7 +21,7 @@ from dualform.learning_rules import linear_steps, rule_of
 
 
 class Walker:
-    """Follows one parameter along v, from point to point.
+    """One parameter along v, followed from point to point.
 
     `checks`: the worst of each kind. `room`: the bounds of all ways together. `learned`: how far
     the parameter went, as the root mean square of rows. `remainder`: the share of that which
@@ -29,42 +29,37 @@ class Walker:
     """
 
     def __init__(self, record: Record) -> None:
-        memory, self._name, log = record.memory, record.known.name, record.log
+        memory, log, self._name = record.memory, record.log, record.known.name
         self._record, self._kept, self._sums = record, memory.kept, Sums(memory, self._name)
-        disturbed = {e.step for e in record.events if e.what != "unexplained"}
-        found = zip(*self._kept.fingerprints(self._name), strict=True)
-        self._prints = {int(s): Along(*p.numpy()) for s, p in found if int(s) not in disturbed}
-        used = np.unique(log.setting[log.moved]).tolist()
-        rules = [rule_of(memory.settings[place].path) for place in used]
+        paths = {memory.settings[place].path for place in np.unique(log.setting[log.moved])}
+        rules = [rule_of(path) for path in paths]
         self.is_linear = bool(rules) and all(rule and rule.is_linear for rule in rules)
         linear = linear_steps(log, memory.settings, record.known.dtype) if self.is_linear else []
         self._factors, self._u = linear, bounds.ROUNDING[record.known.dtype]
-        self._points: dict[int, Along] = {}
         self.checks: dict[str, Check] = {}
-        self.room = self.learned = self.remainder = 0.0
-
-    def run(self) -> None:
-        """Go through the whole run."""
-        record, height = self._record, self._record.known.height
-        points = sorted({*self._kept.steps(self._name), *self._prints} - record.back.keys())
-        path = set(record.memory.path_to(self._name, record.memory.steps).tolist())
-        left = set(np.flatnonzero(record.log.moved & record.explained).tolist())
-        rest = np.zeros(height + 1)
-        for point in points[1:]:
-            way = record.stretch(point, points)
+        disturbed = {e.step for e in record.events if e.what != "unexplained"}
+        found = zip(*self._kept.fingerprints(self._name), strict=True)
+        prints = {int(s): Along(*p.numpy()) for s, p in found if int(s) not in disturbed}
+        steps = sorted({*self._kept.steps(self._name), *prints} - record.back.keys())
+        self._points = {step: self._at(step, prints.get(step)) for step in steps}
+        path = set(memory.path_to(self._name, memory.steps).tolist())
+        left = set(np.flatnonzero(log.moved & record.explained).tolist())
+        self.room, rest = 0.0, np.zeros(record.known.height + 1)
+        for step in steps[1:]:
+            way = record.stretch(step, self._points)
             left -= set(way.steps)
             unexplained = self._walk(way)
             rest += unexplained if path.issuperset(way.steps) else 0.0
         for step in sorted(left):
             self._look(step)
-        learned = self._at(points[-1]).W - self._at(points[0]).W
-        self.learned = root_mean_square(learned[:height])
-        self.remainder = root_mean_square(rest[:height]) / (self.learned + TINY)
+        learned = self._points[steps[-1]].W - self._points[steps[0]].W
+        self.learned = root_mean_square(learned[:-1])
+        self.remainder = root_mean_square(rest[:-1]) / (self.learned + TINY)
 
     def _walk(self, way: Stretch) -> Reals:
         """Compare what a way leads to, by the rule, with its end; give what it does not explain."""
         record, motions = self._record, list[Motion]()
-        start, end = self._at(way.start), self._at(way.stop)
+        start, end = self._points[way.start], self._points[way.stop]
         for step in (step for step in way.steps if record.log.moved[step]):
             seen = self._look(step) if record.explained[step] else (0.0, 0.0)
             if self.is_linear:
@@ -92,23 +87,21 @@ class Walker:
         if kind not in self.checks or check.severity > self.checks[kind].severity:
             self.checks[kind] = check
 
-    def _at(self, step: int) -> Along:
+    def _at(self, step: int, found: Along | None) -> Along:
         """Where the parameter was: by the kept state, which must agree with the fingerprint."""
-        if step not in self._points:
-            found, v, signs = self._prints.get(step), self._sums.v, self._sums.signs
-            if found is None or step in self._kept.steps(self._name):
-                W, size = projected(self._kept.weights(self._name, step), v)
-                momentum = self._kept.state(self._name, step).get("momentum_buffer")
-                m = np.zeros_like(W) if momentum is None else projected(momentum, v)[0]
-                if found is not None and len(W):
-                    room = np.full_like(W, bounds.DOUBLE * size.max())
-                    self._note("fingerprints", W - found.W, room, size, step)
-            else:
-                W, m, size, _ = found
-            m_size = np.append(np.full_like(m, root_mean_square(m)), np.linalg.norm(m))
-            whole = np.append(W, signs @ W), np.append(m, signs @ m)
-            self._points[step] = Along(*whole, np.append(size, np.linalg.norm(size)), m_size)
-        return self._points[step]
+        kept, v, signs = self._kept, self._sums.v, self._sums.signs
+        if found is None or step in kept.steps(self._name):
+            W, size = projected(kept.weights(self._name, step), v)
+            momentum = kept.state(self._name, step).get("momentum_buffer")
+            m = projected(momentum, v)[0] if isinstance(momentum, Tensor) else np.zeros_like(W)
+            if found is not None and len(W):
+                room = np.full_like(W, bounds.DOUBLE * size.max())
+                self._note("fingerprints", W - found.W, room, size, step)
+        else:
+            W, m, size, _ = found
+        m_size = np.append(np.full_like(m, root_mean_square(m)), np.linalg.norm(m))
+        whole = np.append(W, signs @ W), np.append(m, signs @ m)
+        return Along(*whole, np.append(size, np.linalg.norm(size)), m_size)
 
 
 def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
