@@ -46,7 +46,7 @@ Reals = NDArray[np.float64]
 
 
 def spread(terms: int, *, in_turn: bool = False) -> float:
-    """How many times a short sum's rounding a long one's is: torch adds up blocks of rows, and
+    """Say how many times a short sum's rounding a long one's is: torch adds up blocks of rows, and
     (`in_turn`) a norm's gradient row by row."""
     return max(1.0, sqrt(terms) / (1 if in_turn else 16))
 
@@ -110,7 +110,7 @@ def root_mean_square(rows: Reals) -> float:
 def measured(
     double: Tensor, singles: Sequence[Tensor], actual: Tensor, u: float
 ) -> tuple[Reals, Reals]:
-    """How far each row of a run is from its replay, and may be: by what replays differ by.
+    """Give how far each row of a run is from its replay, and may be: by what replays differ by.
 
     By medians: where a gradient is so small that rounding decides on its sign, single entries go
     far, in a replay as in training.

@@ -44,7 +44,7 @@ class FromPatterns(ABC):
         """Add what the patterns of a step sum to onto what `.grad` held; κ comes later."""
 
     def total(self, step: int) -> tuple[Tensor, float]:
-        """The gradient of a step as the backward pass left it, and κ as in the log."""
+        """Give the gradient of a step as the backward pass left it, and κ as in the log."""
         first = step
         while first and self.log.carried[first] and first - 1 != self.last[0]:
             first -= 1
@@ -55,7 +55,7 @@ class FromPatterns(ABC):
         return self.own(step, self.last[1] if is_carried else None), kappa
 
     def of(self, step: int) -> Tensor:
-        """The gradient of a step."""
+        """Give the gradient of a step."""
         self.last = step, self.times(*self.total(step))
         return self.last[1]
 
@@ -64,7 +64,7 @@ class FromPatterns(ABC):
         return gradient if kappa == 1.0 else gradient * kappa
 
     def _uses(self, step: int) -> list[Use]:
-        """The uses of a step, by backward pass and order in it."""
+        """List the uses of a step, by backward pass and order in it."""
         uses = ((layer, use) for layer in self.layers for use in layer.uses_of(step))
         found = [(layer.uses.arrival_of(use), layer, use) for layer, use in uses]
         return sorted(found, key=itemgetter(0))
@@ -118,7 +118,7 @@ class ExplainedGradients(FromPatterns):
         )
 
     def _of_use(self, layer: LayerMemory, use: int) -> Tensor:
-        """What one use brought, as large as the parameter."""
+        """Compute what one use brought, as large as the parameter."""
         kind, role, uses = layers.of(layer.kind), self._role(layer), layer.uses
         if layer.keep == "examples":
             written = self._rows(layer, use, role).to(self.dtype)
@@ -136,8 +136,8 @@ class ExplainedGradients(FromPatterns):
         return full
 
     def _rows(self, layer: LayerMemory, use: int, part: str) -> Tensor:
-        """The rows of a use; jittered by a chance that follows from each number itself: one that
-        comes back (an input, say) was rounded in one way each time, and that adds up."""
+        """Read the rows of a use; jitter follows from each number itself: one that comes back (an
+        input, say) was rounded in one way each time, and that adds up."""
         rows = rows_of(layer, use, part)
         if self._jitter is None or not rows.is_floating_point():
             return rows

@@ -45,15 +45,15 @@ class Marks:
         self.tensors = [t for own in tensors for t in own]
         self.seen = [t.detach() for t in self.tensors]
         """The same memory; of one that was put into another dtype or shape, what it was before."""
-        self._look()
+        self._view()
         self._ends = np.cumsum([0, *(_words(tensor).size for tensor in self.seen)])
         self._of = self._ends[np.cumsum([0, *map(len, tensors)])]  # by parameter
         factors = np.cumprod(np.full(self._ends[-1], FACTOR, np.uint32), dtype=np.uint32)
         known = (factors[:words] for words in np.diff(self._of))
         self._factors = np.concatenate([factors[:0], *known])
 
-    def _look(self) -> None:
-        """View the memory that the tensors have now."""
+    def _view(self) -> None:
+        """View the memory that the tensors have now; after a conversion, what was before."""
         pairs = zip(self.tensors, self.seen, strict=True)
         self.seen = [t.detach() if nature_of(t) == nature_of(s) else s for t, s in pairs]
         self._views = [column for tensor in self.seen for column in _words(tensor).T]
@@ -63,7 +63,7 @@ class Marks:
     def sampled(self) -> Words:
         """Copy the sampled entries of all parameters, as words."""
         if not self._is_live or self._memory != [t.data_ptr() for t in self.tensors]:
-            self._look()
+            self._view()
         return np.concatenate(self._views) if self._views else np.zeros(0, np.int32)
 
     def numbers(self, sampled: Words) -> NDArray[np.uint32]:

@@ -106,7 +106,7 @@ class Record:
         ]
         why += [self.cause(step) for step in moved if not self.explained[step]]
         why.sort(key=lambda said: not said.endswith(UNSAID))
-        for path in {self.memory.settings[n].path for n in np.unique(self.log.setting[moved])}:
+        for path in sorted({self.memory.settings[n].path for n in self.log.setting[moved]}):
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
                 why.append(f"{path} is not at hand: hand the class in (optimizer={name})")
@@ -205,8 +205,8 @@ class Replay:
         return not of_state or of_state == mark_of(remembered(one.state))
 
     def _may_be(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
-        """What κ may have been: what another parameter found, as measured or near it, and near what
-        makes the gradient what was seen; if none of them was, as measured."""
+        """List what κ may have been: what another parameter found, as measured or near it, near
+        what makes the gradient what was seen; if none of them was, as measured."""
         yield self._factors.get((step, kappa), kappa)
         yield from _beside(kappa, REACH)
         v, signs = self._gradients.v, self._gradients.signs

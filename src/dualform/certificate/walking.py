@@ -51,7 +51,7 @@ class Walker:
             unexplained = self._walk(way)
             rest += unexplained if path.issuperset(way.steps) else 0.0
         for step in sorted(left):
-            self._look(step)
+            self._compare(step)
         learned = self._points[steps[-1]].W - self._points[steps[0]].W
         self.learned = root_mean_square(learned[:-1])
         self.remainder = root_mean_square(rest[:-1]) / (self.learned + TINY)
@@ -61,7 +61,7 @@ class Walker:
         record, motions = self._record, list[Motion]()
         start, end = self._points[way.start], self._points[way.stop]
         for step in (step for step in way.steps if record.log.moved[step]):
-            seen = self._look(step) if record.explained[step] else (0.0, 0.0)
+            seen = self._compare(step) if record.explained[step] else (0.0, 0.0)
             if self.is_linear:
                 motions.append((self._factors[step], *seen))
         if not self.is_linear:
@@ -69,26 +69,27 @@ class Walker:
         reached = bounds.walk(start, end, motions, self._u)
         if motions and not way.broken and np.isfinite(end.W).all():
             self.room += float(reached.room_W[-1]) / max(1, record.known.height) ** 0.5
-            self._note("fingerprints", end.W - reached.W, reached.room_W, end.size, way.stop)
+            self._keep("fingerprints", end.W - reached.W, reached.room_W, end.size, way.stop)
             if not way.is_replaced:
-                self._note("fingerprints", end.m - reached.m, reached.room_m, end.m, way.stop)
+                self._keep("fingerprints", end.m - reached.m, reached.room_m, end.m, way.stop)
         return end.W - reached.W
 
-    def _look(self, step: int) -> tuple[Reals, Reals]:
+    def _compare(self, step: int) -> tuple[Reals, Reals]:
         """Compare a step's sum with what training saw; give G v and its room, for a motion."""
         gv, room = self._sums.of(step).numpy()
         if self._record.log.explained[step]:
             off, size = gv[-1:] - self._record.log.seen[step], room[-1:] / bounds.SUM / self._u
-            self._note("steps", off, room[-1:], size, step)
+            self._keep("steps", off, room[-1:], size, step)
         return gv, room
 
-    def _note(self, kind: str, off: Reals, room: Reals, size: Reals, step: int) -> None:
+    def _keep(self, kind: str, off: Reals, room: Reals, size: Reals, step: int) -> None:
+        """Keep the worst check of each kind."""
         check = Check.of_rows(self._name, kind, off, room, size, step)
         if kind not in self.checks or check.severity > self.checks[kind].severity:
             self.checks[kind] = check
 
     def _at(self, step: int, found: Along | None) -> Along:
-        """Where the parameter was: by the kept state, which must agree with the fingerprint."""
+        """Find where it was: by the kept state, which must agree with the fingerprint."""
         kept, v, signs = self._kept, self._sums.v, self._sums.signs
         if found is None or step in kept.steps(self._name):
             W, size = projected(kept.weights(self._name, step), v)
@@ -96,7 +97,7 @@ class Walker:
             m = projected(momentum, v)[0] if isinstance(momentum, Tensor) else np.zeros_like(W)
             if found is not None and len(W):
                 room = np.full_like(W, bounds.DOUBLE * size.max())
-                self._note("fingerprints", W - found.W, room, size, step)
+                self._keep("fingerprints", W - found.W, room, size, step)
         else:
             W, m, size, _ = found
         m_size = np.append(np.full_like(m, root_mean_square(m)), np.linalg.norm(m))
@@ -105,7 +106,7 @@ class Walker:
 
 
 def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
-    """Look at a tensor along v in float64, row by row; and the size of each row."""
+    """Project a tensor onto v in float64, row by row; give the size of each row as well."""
     full = tensor.double()
     if v is None:
         flat = full.reshape(-1).numpy()
