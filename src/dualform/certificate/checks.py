@@ -90,9 +90,8 @@ class Judged:
         self._memory, self._name, self._dtype = record.memory, record.known.name, record.known.dtype
         ways, moved = record.stretches(known), record.log.moved.any()
         broken = [way.broken for way in ways if way.broken]
-        chosen = [way for way in ways if not way.broken and way.steps]
-        if moved and not record.explained.any():
-            chosen = []
+        is_open = record.explained.any() or not moved
+        chosen = [way for way in ways if is_open and not way.broken and way.steps]
         if not every_step and len(chosen) > CHOSEN:  # the last, and some spread over the run
             chosen = [chosen[round(at)] for at in np.linspace(0, len(chosen) - 1, CHOSEN)]
         missed = [found for way in reversed(chosen) if (found := self._missed(way))]
@@ -152,7 +151,7 @@ class Judged:
             return missed(way.start, str(error))
         if way.stop not in kept.steps(name):  # all that is known of it are the marks
             return None
-        end = {} if way.is_replaced else kept.state(name, way.stop)
+        end = {} if way.stop in self._record.replaced else kept.state(name, way.stop)
         pairs = [(weights, kept.weights(name, way.stop)), *((state.get(k), end[k]) for k in end)]
         if all(_same(*pair) for pair in pairs):
             return None

@@ -38,17 +38,13 @@ Factors = dict[tuple[int, float], float]
 
 
 class Stretch(NamedTuple):
-    """The way of one parameter from a kept state to the next.
-
-    `broken`: why patterns do not lead to its end; empty if they do. `is_replaced`: whether another
-    optimizer takes over there, so that only weights can be compared.
-    """
+    """The way of one parameter from a kept state to the next; `broken`: why patterns do not lead to
+    its end, empty if they do."""
 
     start: int
     stop: int
     steps: tuple[int, ...]
     broken: str
-    is_replaced: bool
 
 
 class Replayed(NamedTuple):
@@ -63,7 +59,8 @@ class Replayed(NamedTuple):
 class Record:
     """What is on record of one parameter besides its patterns.
 
-    `explained` says of every step whether patterns explain its gradient, all of it.
+    `explained` says of every step whether patterns explain its gradient, all of it. At the states
+    in `replaced` another optimizer takes over, so that only weights can be compared.
     """
 
     def __init__(self, memory: Memory, parameter: str) -> None:
@@ -71,6 +68,7 @@ class Record:
         self.log = log = memory.log(parameter)
         self.events = [e for e in memory.events if not e.parameters or parameter in e.parameters]
         self.back = {e.step: e.to for e in self.events if e.to is not None}
+        self.replaced = {e.step for e in self.events if e.what == "replaced"}
         self.is_kept = np.isin(np.arange(memory.steps), memory.kept.gradient_steps(parameter))
         self.explained, is_held = self.is_kept | log.explained, False
         for step in range(memory.steps):
@@ -99,19 +97,15 @@ class Record:
         start, steps = self.way_back(stop, kept)
         moved = [step for step in steps if self.log.moved[step]]
         within = {"edited": {*steps, stop} - {start}, "replaced": {*steps} - {start}}
-        why = [
-            f"{event.why} (before step {event.step})"
-            for event in self.events
-            if event.step in within.get(event.what, ())
-        ]
+        found = [event for event in self.events if event.step in within.get(event.what, ())]
+        why = [f"{event.why} (before step {event.step})" for event in found]
         why += [self.cause(step) for step in moved if not self.explained[step]]
         why.sort(key=lambda said: not said.endswith(UNSAID))
         for path in sorted({self.memory.settings[n].path for n in self.log.setting[moved]}):
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
                 why.append(f"{path} is not at hand: hand the class in (optimizer={name})")
-        is_replaced = any(e.what == "replaced" and e.step == stop for e in self.events)
-        return Stretch(start, stop, steps, why[0] if why else "", is_replaced)
+        return Stretch(start, stop, steps, why[0] if why else "")
 
     def cause(self, step: int) -> str:
         """Say why a gradient is not explained; `UNSAID` if that is not on record."""

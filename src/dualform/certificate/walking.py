@@ -70,7 +70,7 @@ class Walker:
         if motions and not way.broken and np.isfinite(end.W).all():
             self.room += float(reached.room_W[-1]) / max(1, record.known.height) ** 0.5
             self._keep("fingerprints", end.W - reached.W, reached.room_W, end.size, way.stop)
-            if not way.is_replaced:
+            if way.stop not in record.replaced:
                 self._keep("fingerprints", end.m - reached.m, reached.room_m, end.m, way.stop)
         return end.W - reached.W
 
