@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 import dualform
-from dualform.certificate.replay import Record, stretches
+from dualform.certificate.replay import Record
 from dualform.learning_rules import classes
 from dualform.memory import Parameter
 
@@ -156,7 +156,7 @@ def _unexplained(memory: dualform.Memory, known: Parameter) -> tuple[str, str]:
         return "nothing", "no optimizer moved it"
     if not record.explained[moved].any():
         return "all of it", known.why or record.cause(int(moved.argmax()))
-    ways = stretches(memory, known.name, classes())
+    ways = record.stretches(classes())
     reasons = dict.fromkeys(way.broken for way in ways if way.broken)
     return ("a part of it" if reasons else "nothing"), "; ".join(reasons)
 

@@ -105,6 +105,9 @@ FORGERIES: dict[str, tuple[tampering.Change, ...]] = {
     "all of them are, from a step on": tuple(
         tampering.write_log("explained", step, False) for step in range(60, 140)
     ),
+    "every one of them is": tuple(
+        tampering.write_log("explained", step, False) for step in range(140)
+    ),
     "and what was seen is no number": (
         tampering.write_log("explained", 30, False),
         tampering.write_log("seen", 30, float("nan")),

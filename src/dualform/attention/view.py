@@ -27,7 +27,7 @@ from dualform.attention.entrywise import Way
 from dualform.attention.masks import Mask, columns_of, row_weights
 from dualform.attention.reach import ENTRYWISE, LINEAR, Reach, reach
 from dualform.attention.tables import kept
-from dualform.certificate.replay import Factors, Record, Replay, at, threads_of
+from dualform.certificate.replay import Factors, Record, Replay, at
 from dualform.errors import QueryError
 from dualform.layers import kinds
 from dualform.learning_rules import Classes, Coefficients, coefficients
@@ -105,11 +105,10 @@ class View:
                 state = way.start
                 continue
             weights, since = memory.kept.weights(parameter, way.start).double(), way.start
-            replay = Replay(memory, parameter, memory.parameters[parameter].dtype, self.known)
-            with threads_of(memory, max(0, state - 1)):
-                for done in replay.run(way.start, way.steps):
-                    total += float(share[since : done.step + 1].sum()) * weights
-                    weights, since = done.weights.to(torch.float64, copy=True), done.step + 1
+            replay = Replay(record, record.known.dtype, self.known)
+            for done in replay.run(way.start, way.steps):
+                total += float(share[since : done.step + 1].sum()) * weights
+                weights, since = done.weights.to(torch.float64, copy=True), done.step + 1
             total += float(share[since:state].sum()) * weights
             state = way.start
         return total

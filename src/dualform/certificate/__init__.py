@@ -6,16 +6,7 @@ compares it with what training saw and carries weights along one direction, `rep
 own optimizer take the steps again; `checks.py` asks them, `report.py` says what they found.
 """
 
-from dualform.certificate.bounds import ROUNDING as ROUNDING
 from dualform.certificate.checks import verify as verify
-from dualform.certificate.gradients import ExplainedGradients as ExplainedGradients
-from dualform.certificate.marks import Marks as Marks
-from dualform.certificate.replay import Record as Record
-from dualform.certificate.replay import Replay as Replay
-from dualform.certificate.replay import Stretch as Stretch
 from dualform.certificate.replay import at as at
-from dualform.certificate.replay import stretches as stretches
-from dualform.certificate.replay import threads_of as threads_of
 from dualform.certificate.report import Check as Check
-from dualform.certificate.report import Verdict as Verdict
 from dualform.certificate.report import Verification as Verification

@@ -28,39 +28,25 @@ from torch import Tensor
 
 from dualform.learning_rules import Factors
 
-ROUNDING = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-}
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+ROUNDING = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
 """u: half a unit in the last place of 1, by dtype."""
 
-SUM = 16.0
-"""How many roundings of its terms a sum may be off by."""
-
-LEAST = 2.0**-120
-"""Below this a sum says nothing: its terms may have no digits left (a net that died)."""
-
-LOST = 3.0
-"""How many times what 16 bits were measured to lose along the signs a row's sum may have lost."""
-
-MEASURED = 4.0
-"""How many times what replays differ by a run may be off."""
-
-TINY = 1e-300
-
-SMALLEST = {2.0**-53: 2.0**-1074, 2.0**-24: 2.0**-149, 2.0**-11: 2.0**-24, 2.0**-8: 2.0**-133}
+SMALLEST = {f.eps / 2: f.smallest_normal * f.eps for f in map(torch.finfo, DTYPES)}
 """The smallest number of a dtype, by u: below some 2/u of it roundings are as large as this."""
 
-DOUBLE = 64 * 2.0**-53
-"""The rounding of a fingerprint itself, which is a sum in float64."""
+SUM = 16.0  # how many roundings of its terms a sum may be off by
+LEAST = 2.0**-120  # below this a sum says nothing: its terms may have no digits left
+LOST = 3.0  # how many times what 16 bits were measured to lose of a sum its rows may have lost
+MEASURED = 4.0  # how many times what replays differ by a run may be off
+DOUBLE = 64 * 2.0**-53  # the rounding of a fingerprint itself, which is a sum in float64
+TINY = 1e-300
 
 Reals = NDArray[np.float64]
 
 
 def spread(terms: int, *, in_turn: bool = False) -> float:
-    """How many times a short sum's rounding a long one's is: torch adds up blocks of rows, and
+    """Say how many times a short sum's rounding a long one's is: torch adds up blocks of rows, and
     (`in_turn`) a norm's gradient row by row."""
     return max(1.0, sqrt(terms) / (1 if in_turn else 16))
 
@@ -82,42 +68,38 @@ class Along(NamedTuple):
     m_size: Reals | float = 0.0
 
 
-class Motion(NamedTuple):
-    """One update along v: its scalars, G v as summed or as seen, and how far that may be off."""
-
-    factors: Factors
-    gv: Reals | float = 0.0
-    room: Reals | float = 0.0
+Motion = tuple[Factors, Reals | float, Reals | float]
+"""One update along v: its scalars, G v as summed or as seen, and how far that may be off."""
 
 
-class Off(NamedTuple):
-    """How far each row of (W v, m v) was found to be off, and how far rounding may put it."""
+class Reached(NamedTuple):
+    """(W v, m v) of every row as a rule has it, and how far from it rounding may put a run."""
 
     W: Reals
     m: Reals
     room_W: Reals
     room_m: Reals
-    reached: Reals
-    """W v as the rule has it."""
 
 
-def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Off:
+def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Reached:
     """Carry (W v, m v) from one known point through a rule with scalars only to the next."""
     size, W, m = np.maximum(start.size, end.size), start.W, start.m
     least = np.maximum(*(np.maximum(p.m_size, root_mean_square(p.m)) for p in (start, end)))
     e_W, e_m, tiny = np.zeros_like(W), np.zeros_like(W), 2 * SMALLEST.get(u, 0.0)
     for factors, gv, room in motions:
         ww, wm, mw, mm, nw, nm = map(float, factors)
-        e_g, large = room + 2 * u * np.abs(gv), np.maximum(size, np.abs(W))
-        step = abs(wm) * np.maximum(np.abs(m), least) + np.abs(nw * gv)
-        W, m, before = ww * W + wm * m + nw * gv, mw * W + mm * m + nm * gv, (e_W, e_m)
-        e_W = abs(ww) * before[0] + abs(wm) * before[1] + abs(nw) * e_g + u * large + 2 * u * step
-        e_m = abs(mw) * (before[0] + u * large) + abs(mm) * before[1] + abs(nm) * e_g
-        e_W, e_m = e_W + tiny, e_m + tiny + 2 * u * np.maximum(np.abs(m), least)
+        e_g, large = room + 2 * u * np.abs(gv), u * np.maximum(size, np.abs(W))
+        step = 2 * u * (abs(wm) * np.maximum(np.abs(m), least) + np.abs(nw * gv))
+        W, m = ww * W + wm * m + nw * gv, mw * W + mm * m + nm * gv
+        e_W, e_m = (
+            abs(ww) * e_W + abs(wm) * e_m + abs(nw) * e_g + large + step + tiny,
+            abs(mw) * (e_W + large) + abs(mm) * e_m + abs(nm) * e_g + tiny,
+        )
+        e_m = e_m + 2 * u * np.maximum(np.abs(m), least)
     few = 1 + 4 / max(1, len(motions)) ** 0.5  # a row's roundings may fall together
     room_W = few * (e_W + u * size) + DOUBLE * size
     room_m = few * (e_m + u * np.maximum(np.abs(m), least)) + DOUBLE * (size + np.abs(m))
-    return Off(np.abs(end.W - W), np.abs(end.m - m), room_W, room_m, W)
+    return Reached(W, m, room_W, room_m)
 
 
 def root_mean_square(rows: Reals) -> float:
@@ -127,28 +109,15 @@ def root_mean_square(rows: Reals) -> float:
 
 def measured(
     double: Tensor, singles: Sequence[Tensor], actual: Tensor, u: float
-) -> tuple[float, float, float, float]:
-    """Bound how far a run may be from its replay, by what replays in two precisions differ by.
+) -> tuple[Reals, Reals]:
+    """Give how far each row of a run is from its replay, and may be: by what replays differ by.
 
-    Of the worst row: how far its entries are off, how far they may be, and the size that is
-    relative to; and how far a row may be off at all. By medians: where a gradient is so small that
-    rounding decides on its sign, single entries go far, in a replay as in training.
+    By medians: where a gradient is so small that rounding decides on its sign, single entries go
+    far, in a replay as in training.
     """
-    off, apart = _rows(actual - double), torch.cat([_rows(s - double) for s in singles], 1)
-    between = apart.median(1).values
-    room = (
-        MEASURED * between.clamp(min=between.median()) + u * _rows(actual).square().mean(1).sqrt()
-    )
-    own = off.median(1).values
-    found = int(torch.nan_to_num(own / (room + TINY), nan=torch.inf).argmax())
-    return (
-        float(own[found]),
-        float(room[found]),
-        float(actual.abs().amax()) + TINY,
-        float(room.median()),
-    )
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """The sizes of entries, row by row; a vector is one row."""
-    return (tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)).abs()
+    own = (len(actual), -1) if actual.dim() > 1 else (1, -1)  # a vector is one row
+    off, *apart = ((other - double).abs().view(own) for other in (actual, *singles))
+    between = torch.cat(apart, 1).median(1).values
+    room = MEASURED * between.clamp(min=between.median())
+    room += u * actual.view(own).square().mean(1).sqrt()
+    return off.median(1).values.numpy(), room.numpy()

@@ -12,9 +12,9 @@ what they differ by.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from math import inf, sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING, TINY, measured
-from dualform.certificate.gradients import ExplainedGradients
 from dualform.certificate.marks import mark_of
-from dualform.certificate.replay import (
-    UNSAID,
-    Factors,
-    Record,
-    Replay,
-    Stretch,
-    inexact,
-    stretches,
-    threads_of,
-)
+from dualform.certificate.replay import ELSEWHERE, UNSAID, Factors, Record, Replay, Stretch
 from dualform.certificate.report import (
     BITS,
     KEPT,
@@ -49,25 +39,19 @@ from dualform.errors import QueryError
 from dualform.learning_rules import Classes, classes
 from dualform.memory import Memory
 
-CHOSEN = 9
-"""How many stretches are replayed unless all are asked for."""
+CHOSEN = 9  # how many stretches are replayed unless all are asked for
+JITTERED = (
+    32  # of so many entries at least one must see what replays differ by; else two replays do
+)
+CLOSE = 1e-4  # how far off the last places of κ may put the end of a stretch, of its largest entry
+NOISE = 0.5  # of what was learned: from here on rounding decides where a replay leads
+CERTIFYING = 0.01  # of what was learned: up to here a bound certifies it
 
-ELSEWHERE = "torch's own optimizer, given its patterns, goes elsewhere"
 UNKNOWN = "the last places of the factor of clipping are not known"
 
-Found = tuple[Verdict, list[Check]]
-
-JITTERED = 32
-"""Of so many entries at least one must see what replays differ by; large parameters: in two."""
-
-CLOSE = 1e-4
-"""How far the last places of κ may put the end of a stretch off, of its largest entry."""
-
-NOISE = 0.1
-"""From this share on, what storing rows took from gradients decides where weights go."""
-
-CERTIFYING = 0.01
-"""Up to this share of what was learned a bound may be and still certify it."""
+Missed = tuple[Stretch, int, str, str]
+"""A stretch whose end was not reached to the bit: where the replay left the way, why, and why it
+need not be reached (empty if it must be)."""
 
 
 def verify(
@@ -82,171 +66,130 @@ def verify(
 
     `optimizer` hands in classes that are not torch's. `progress` is called with (done, total).
     """
-    verifying = Verifying(memory, classes(optimizer), every_step)
-    names, found = list(memory.parameters), dict[str, Found]()
-    for done, name in enumerate(names):
-        found[name] = verifying.judge(name)
+    names, known, factors = list(memory.parameters), classes(optimizer), Factors()
+    judged = dict[str, Judged]()
+    for done, name in enumerate(names, 1):
+        judged[name] = Judged(Record(memory, name), known, every_step, factors)
         if progress is not None:
-            progress(done + 1, len(names))
+            progress(done, len(names))
     for name in names:
-        if found[name][0].why.startswith(UNKNOWN):  # the marks of all others have been heard now
-            found[name] = verifying.judge(name)
-    checks = [check for _, own in found.values() for check in own]
+        if judged[name].verdict.why.startswith(UNKNOWN):  # the marks of all others are heard now
+            judged[name] = Judged(Record(memory, name), known, every_step, factors)
+    checks = [check for found in judged.values() for check in found.checks.values()]
     if model is not None:
-        checks += [verifying.compare(name, model) for name in names]
-    verdicts = {name: verdict for name, (verdict, _) in found.items()}
+        checks += [compare(memory, name, model) for name in names]
+    verdicts = {name: found.verdict for name, found in judged.items()}
     return Verification(memory.steps, verdicts, tuple(checks), memory.hashes, memory.remarks)
 
 
-class Missed(NamedTuple):
-    """A stretch whose end was not reached to the bit: where the replay left the way, and why."""
+class Judged:
+    """What bits and bounds say of one parameter: its `checks`, and the `verdict`."""
 
-    way: Stretch
-    left_at: int
-    why: str
-    excuse: str = ""
-    """Why it need not be reached to the bit; empty if it must be."""
-
-
-class Verifying:
-    """One verification: parameters are judged in turn, and share what marks say of κ."""
-
-    def __init__(self, memory: Memory, known: Classes, every_step: bool) -> None:
-        self.memory, self._classes, self._every_step = memory, known, every_step
-        self._factors: Factors = {}
-
-    def judge(self, name: str) -> Found:
-        """Put together what bits and bounds say of a parameter."""
-        record = Record(self.memory, name)
-        moved, is_explained = record.log.moved.any(), record.explained.any()
-        ways = stretches(self.memory, name, self._classes) if is_explained or not moved else []
-        broken, chosen = [way.broken for way in ways if way.broken], self._chosen(ways)
+    def __init__(self, record: Record, known: Classes, every_step: bool, factors: Factors) -> None:
+        self._record, self._known, self._factors = record, known, factors
+        self._memory, self._name, self._dtype = record.memory, record.known.name, record.known.dtype
+        ways, moved = record.stretches(known), record.log.moved.any()
+        broken = [way.broken for way in ways if way.broken]
+        is_open = record.explained.any() or not moved
+        chosen = [way for way in ways if is_open and not way.broken and way.steps]
+        if not every_step and len(chosen) > CHOSEN:  # the last, and some spread over the run
+            chosen = [chosen[round(at)] for at in np.linspace(0, len(chosen) - 1, CHOSEN)]
+        missed = [found for way in reversed(chosen) if (found := self._missed(way))]
         walker = Walker(record)
-        checks = walker.run()
-        missed = [found for way in reversed(chosen) if (found := self._missed(record, way))]
-        remainder = walker.remainder if broken or not ways else 0.0
-
-        def said(verdict: str, why: str = "", step: int | None = None) -> Found:
-            walked = len(chosen) if verdict in (ROUNDED, LITTLE) else len(chosen) - len(missed)
-            return Verdict(name, verdict, why, step, walked, len(ways), remainder), checks
-
-        for way in ways:
-            if way.broken.endswith(UNSAID):
-                return said(NOT, way.broken, way.stop)
-        for found in missed:
-            if not found.excuse:
-                return said(NOT, found.why, found.left_at)
-        for check in checks:
-            if not check.passed:
-                return said(NOT, f"{check.kind} are off by more than rounding", check.step)
-        if not chosen:
-            return said(KEPT, broken[-1] if broken else record.known.why)
-        if not missed:
-            checks.append(Check(name, "states", 0.0, 0.0))
-            some = [f"but for {len(broken)} of {len(ways)} stretches: {why}" for why in broken]
-            return said(BITS, "".join(some[-1:]) if moved else "no optimizer moved it")
-        room = walker.room
-        if not walker.is_linear:
-            kept = self.memory.kept.steps(name)
+        self.checks, room = walker.checks, walker.room
+        if missed and not walker.is_linear and all(excuse for *_, excuse in missed):
             try:
-                measures = [self._measure(record, m.way) for m in missed if m.way.stop in kept]
+                self.checks["states"], room = self._measure([way for way, *_ in missed])
+                room *= sqrt(len(ways))
             except QueryError as error:
-                return said(KEPT, str(error))
-            checks += sorted((check for check, _ in measures), key=lambda c: c.severity)[-1:]
-            if not all(check.passed for check in checks):
-                step = checks[-1].step
-                if all(self._is_noise(record, m.way) for m in missed if m.way.stop in kept):
-                    checks.pop()
-                    return said(LITTLE, "its gradients are hardly more than rounding")
-                return said(NOT, "a replay goes elsewhere by more than rounding", step)
-            room = sum(r * r for _, r in measures) * len(ways) / max(1, len(measures))
-            room = math.sqrt(room) if measures else math.inf
-        why = missed[0].excuse
-        if room <= CERTIFYING * walker.learned:
-            return said(ROUNDED, why)
+                chosen, broken = [], [str(error)]
         share = room / (walker.learned + TINY)
-        much = f"{share:.0%}" if share < 10 else "more than ten times"
-        return said(LITTLE, f"{why}; rounding may be {much} of what was learned")
+        if share > NOISE:
+            self.checks.pop("states", None)
 
-    def _chosen(self, ways: list[Stretch]) -> list[Stretch]:
-        """Choose the stretches that are replayed: the last, and some spread over the run."""
-        whole = [way for way in ways if not way.broken and way.steps]
-        if self._every_step or len(whole) <= CHOSEN:
-            return whole
-        return [whole[round(place)] for place in np.linspace(0, len(whole) - 1, CHOSEN)]
+        def findings() -> Iterator[tuple[str, str, int | None]]:
+            """Say what was found, the gravest first."""
+            yield from ((NOT, way.broken, way.stop) for way in ways if way.broken.endswith(UNSAID))
+            yield from ((NOT, why, step) for _, step, why, excuse in missed if not excuse)
+            for kind, check in self.checks.items():
+                if not check.passed:
+                    yield NOT, f"{kind} are off by more than rounding", check.step
+            if not chosen:
+                yield KEPT, broken[-1] if broken else record.known.why, None
+            if not missed:
+                some = [f"but for {len(broken)} of {len(ways)} stretches: {why}" for why in broken]
+                yield BITS, "".join(some[-1:]) if moved else "no optimizer moved it", None
+            why = missed[0][-1]
+            if share <= CERTIFYING:
+                yield ROUNDED, why, None
+            much = f"{share:.0%}" if share < 10 else "more than ten times"
+            yield LITTLE, f"{why}; rounding may be {much} of what was learned", None
 
-    def _missed(self, record: Record, way: Stretch) -> Missed | None:
+        said, remainder = next(findings()), walker.remainder if broken else 0.0
+        if said[0] == BITS:
+            self.checks["states"] = Check(self._name, "states", 0.0, 0.0)
+        self.verdict = Verdict(self._name, *said, len(chosen), len(ways), remainder)
+
+    def _missed(self, way: Stretch) -> Missed | None:
         """Replay a stretch in training's dtype; None if it reaches the very bits of its end."""
-        kept, log, name, dtype = self.memory.kept, record.log, way.parameter, record.known.dtype
-        replay = Replay(self.memory, name, dtype, self._classes, factors=self._factors)
+        log, kept, name = self._record.log, self._memory.kept, self._name
+        replay = Replay(self._record, self._dtype, self._known, self._factors)
         weights, state = kept.weights(name, way.start), kept.state(name, way.start)
-        is_clipped = bool((log.moved & (log.kappa != 1.0))[list(way.steps)].any())
+        is_clipped = (log.moved & (log.kappa != 1.0))[list(way.steps)].any()
 
         def missed(step: int, why: str, is_open: bool = False) -> Missed:
-            return Missed(way, step, why, inexact(record, way) or UNKNOWN * is_open)
+            unknown = UNKNOWN if is_clipped and is_open else ""
+            return way, step, why, self._record.inexact(way) or unknown
 
         try:
-            with threads_of(self.memory, way.steps[-1]):
-                for done in replay.run(way.start, way.steps):
-                    weights, state = done.weights, dict(done.state)
-                    if not done.is_as_marked:  # in other dtypes κ is known less well
-                        is_open = is_clipped and dtype != torch.float32
-                        return missed(done.step, f"{ELSEWHERE} at step {done.step}", is_open)
+            for done in replay.run(way.start, way.steps):
+                weights, state = done.weights, dict(done.state)
+                if not done.is_as_marked:  # in other dtypes κ is known less well
+                    why = f"{ELSEWHERE} at step {done.step}"
+                    return missed(done.step, why, self._dtype != torch.float32)
         except QueryError as error:
             return missed(way.start, str(error))
         if way.stop not in kept.steps(name):  # all that is known of it are the marks
             return None
-        end = {} if way.is_replaced else kept.state(name, way.stop)
+        end = {} if way.stop in self._record.replaced else kept.state(name, way.stop)
         pairs = [(weights, kept.weights(name, way.stop)), *((state.get(k), end[k]) for k in end)]
         if all(_same(*pair) for pair in pairs):
             return None
-        is_open = is_clipped and all(_same(*pair, room=CLOSE) for pair in pairs)
-        return missed(way.stop - 1, f"{ELSEWHERE} by step {way.stop}", is_open)
+        is_close = all(_same(*pair, room=CLOSE) for pair in pairs)
+        return missed(way.stop - 1, f"{ELSEWHERE} by step {way.stop}", is_close)
 
-    def _is_noise(self, record: Record, way: Stretch) -> bool:
-        """Whether gradients are hardly more than what storing rows took from them: then a rule that
-        goes entry by entry moves weights by chance (a bias right before a norm)."""
-        pair = [
-            ExplainedGradients(self.memory, way.parameter, torch.float64, jitter)
-            for jitter in (None, 1)
-        ]
-        off = size = 0.0
-        for step in way.steps:
-            if record.log.moved[step]:
-                gradient, moved = (gradients.of(step) for gradients in pair)
-                off += float((moved - gradient).square().sum())
-                size += float(gradient.square().sum())
-        return off > NOISE**2 * size
+    def _measure(self, ways: list[Stretch]) -> tuple[Check, float]:
+        """Replay stretches in two precisions: the worst end, and how far off a way may be."""
+        kept, name = self._memory.kept, self._name
+        found, rooms = [Check(name, "states", 0.0, 0.0)], list[float]()
+        for way in (way for way in ways if way.stop in kept.steps(name)):
+            actual, ends = kept.weights(name, way.stop).double(), list[Tensor]()
+            for jitter in (None, *range(2 + JITTERED // max(1, actual.numel()))):
+                kind = torch.float64 if jitter is None else self._dtype
+                replay = Replay(self._record, kind, self._known, jitter=jitter)
+                end = kept.weights(name, way.start)
+                for done in replay.run(way.start, way.steps):
+                    end = done.weights
+                ends.append(end.double())
+            off, room = measured(ends[0], ends[1:], actual, ROUNDING[self._dtype])
+            size = actual.abs().amax().numpy()
+            found.append(Check.of_rows(name, "states", off, room, size, way.stop))
+            rooms.append(float(np.median(room)))
+        room_of_one = float(np.sqrt(np.mean(np.square(rooms)))) if rooms else inf
+        return max(found, key=lambda check: check.severity), room_of_one
 
-    def _measure(self, record: Record, way: Stretch) -> tuple[Check, float]:
-        """Replay a stretch in two precisions; how far its end may be off, and is."""
-        name, dtype, ends = way.parameter, record.known.dtype, []
-        actual = self.memory.kept.weights(name, way.stop).double()
-        for jitter in (None, *range(2 + JITTERED // max(1, actual.numel()))):
-            kind = torch.float64 if jitter is None else dtype
-            replay = Replay(self.memory, name, kind, self._classes, jitter=jitter)
-            end = self.memory.kept.weights(name, way.start)
-            for done in replay.run(way.start, way.steps):
-                end = done.weights
-            ends.append(end.double().clone())
-        off, room, scale, typical = measured(ends[0], ends[1:], actual, ROUNDING[dtype])
-        return Check(name, "states", off / scale, room / scale, way.stop), typical
 
-    def compare(self, name: str, model: nn.Module) -> Check:
-        """Compare the model's weights with the last kept ones, or (of a run that died) with the
-        mark of the last update: equal to the bit, or not."""
-        last, own = self.memory.kept.steps(name)[-1], dict(model.named_parameters()).get(name)
-        kept, off = self.memory.kept.weights(name, last), math.inf
-        now = None if own is None else own.detach().cpu()
-        index = self.memory.parameters[name].index
-        if last < (steps := self.memory.steps) and now is not None:
-            is_marked = mark_of([now]) == int(self.memory.marks(steps).weights[index])
-            return Check(name, "weights", 0.0 if is_marked else 1.0, 0.0, steps)
-        if _same(now, kept):
-            off = 0.0
-        elif now is not None and now.shape == kept.shape:
-            off = float((now.double() - kept).abs().max()) / float(kept.abs().max() or 1) or 1.0
-        return Check(name, "weights", off, 0.0, last)
+def compare(memory: Memory, name: str, model: nn.Module) -> Check:
+    """Compare the model's weights with the last kept ones, or (of a run that died) with the mark of
+    the last update: equal to the bit, or not."""
+    last, own = memory.kept.steps(name)[-1], dict(model.named_parameters()).get(name)
+    now, kept, off = torch.empty(0) if own is None else own.detach().cpu(), memory.kept, inf
+    if last < memory.steps:
+        marked = int(memory.marks(memory.steps).weights[memory.parameters[name].index])
+        return Check(name, "weights", float(mark_of([now]) != marked), 0.0, memory.steps)
+    if now.shape == (end := kept.weights(name, last)).shape and not _same(now, end):
+        off = float((now.double() - end).abs().max()) / float(end.abs().max() or 1) or 1.0
+    return Check(name, "weights", 0.0 if _same(now, end) else off, 0.0, last)
 
 
 def _same(one: Any, other: Any, room: float = 0.0) -> bool:
@@ -258,7 +201,6 @@ def _same(one: Any, other: Any, room: float = 0.0) -> bool:
         return type(one) is type(other) and bool(one == other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    near = (one == other) | ((one != one) & (other != other))
-    if room and one.is_floating_point() and one.numel():
-        near |= (one.double() - other).abs() <= room * other.abs().amax()
-    return bool(near.all())
+    is_real = other.is_floating_point() and other.numel() > 0
+    size = float(other.abs().amax()) if room and is_real else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=room * size, equal_nan=True)

@@ -12,129 +12,68 @@ onto what `.grad` held, κ multiplied last. Where the gradient itself was kept, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from math import prod
 from operator import add, itemgetter
-from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dualform import layers
-from dualform.certificate.bounds import LOST, ROUNDING, Reals, spread, sum_bound
+from dualform.certificate.bounds import LEAST, LOST, ROUNDING, SUM, spread
 from dualform.memory import LayerMemory, Memory
 
-
-@dataclass(frozen=True)
-class Sum:
-    """Σ δ (x·v) of a parameter's patterns, row by row, and how far it may be off.
-
-    `squares`: of its terms times u, by row. `gross`: Σ u ‖δ‖ ‖x‖. `lost`: what 16 bits lost, along
-    the signs and by size.
-    """
-
-    gv: Reals
-    squares: Reals
-    gross: float
-    lost: Reals
-
-    def __add__(self, other: Sum) -> Sum:
-        gv, squares = self.gv + other.gv, self.squares + other.squares
-        return Sum(gv, squares, self.gross + other.gross, self.lost + other.lost)
-
-    def __mul__(self, kappa: float) -> Sum:
-        size = abs(kappa)
-        return Sum(self.gv * kappa, self.squares * size**2, self.gross * size, self.lost * kappa)
-
-    @property
-    def room(self) -> Reals:
-        """How far rounding may have put each row off, that of 16 bits as it was measured."""
-        size = np.sqrt(self.squares)
-        lost = LOST * abs(self.lost[1]) * size / (float(np.linalg.norm(size)) or 1.0)
-        found: Reals = sum_bound(size) + lost
-        return found
+Use = tuple[tuple[int, int], LayerMemory, int]
+"""The pass and as the how-manieth it arrives there; the layer, and the number of the use there."""
 
 
-T = TypeVar("T", Tensor, Sum)
-
-Place = tuple[int, int]
-"""Which pass of its step goes through a use, and when the use's product reaches `.grad` in it."""
-
-
-class FromPatterns(ABC, Generic[T]):
+class FromPatterns(ABC):
     """One parameter's gradients, seen in one way."""
 
     def __init__(self, memory: Memory, parameter: str) -> None:
         self.known, self.log = memory.parameters[parameter], memory.log(parameter)
+        self.v, self.signs = memory.direction(parameter), memory.signs(parameter)
         found = (memory.layer(name) for name in self.known.layers)
         self.layers = [layer for layer in found if layer.keep != "keys"]
-        self._last: tuple[int | None, T | None] = (None, None)
+        self.last: tuple[int | None, Tensor] = None, torch.empty(0)
+        """What `.grad` held after which step."""
 
     @abstractmethod
-    def own(self, step: int, held: T | None) -> T:
+    def own(self, step: int, held: Tensor | None) -> Tensor:
         """Add what the patterns of a step sum to onto what `.grad` held; κ comes later."""
 
-    def before(self, step: int) -> T | None:
-        """The gradient that a step finds in `.grad`, as explained; None if none is carried."""
-        if not step or not self.log.carried[step]:
-            return None
-        first = step - 1
-        while first and first != self._last[0] and self.log.carried[first]:
+    def total(self, step: int) -> tuple[Tensor, float]:
+        """Give the gradient of a step as the backward pass left it, and κ as in the log."""
+        first = step
+        while first and self.log.carried[first] and first - 1 != self.last[0]:
             first -= 1
-        for s in range(first, step):
-            if s != self._last[0]:
-                self.of(s)
-        return self._last[1]
-
-    def total(self, step: int) -> tuple[T, float]:
-        """The gradient of a step before κ, and κ as in the log."""
+        for earlier in range(first, step):
+            self.of(earlier)
+        is_carried = self.log.carried[step] and self.last[0] == step - 1
         kappa = float(self.log.kappa[step]) if self.log.moved[step] else 1.0
-        return self.own(step, self.before(step)), kappa
+        return self.own(step, self.last[1] if is_carried else None), kappa
 
-    def of(self, step: int) -> T:
-        """The gradient of a step."""
-        return self.hold(step, times(*self.total(step)))
+    def of(self, step: int) -> Tensor:
+        """Give the gradient of a step."""
+        self.last = step, self.times(*self.total(step))
+        return self.last[1]
 
-    def hold(self, step: int, gradient: T) -> T:
-        """Remember what `.grad` holds after a step."""
-        self._last = step, gradient
-        return gradient
+    def times(self, gradient: Tensor, kappa: float) -> Tensor:
+        """Multiply by κ as the dtype does."""
+        return gradient if kappa == 1.0 else gradient * kappa
 
-    def _uses(self, step: int) -> list[tuple[Place, LayerMemory, int]]:
-        """The uses of a step, by backward pass and order in it: the layer, the number there.
-
-        Products of fewer bits share a cast of the weight, which waits for the last of them.
-        """
+    def _uses(self, step: int) -> list[Use]:
+        """List the uses of a step, by backward pass and order in it."""
         uses = ((layer, use) for layer in self.layers for use in layer.uses.of_step(step))
         found = [(layer.uses.arrival_of(use), layer, use) for layer, use in uses]
-        found.sort(key=itemgetter(0))
-        casts = {(at[0], layer.uses.dtype_of(use)): at for at, layer, use in found}
-        casts = {cast: at for cast, at in casts.items() if cast[1] != self.known.dtype}
-        for nth, (at, layer, use) in enumerate(found):
-            found[nth] = casts.get((at[0], layer.uses.dtype_of(use)), at), layer, use
         return sorted(found, key=itemgetter(0))
-
-    def may_meet(self, step: int) -> bool:
-        """Whether uses may be added up before they reach `.grad`, in a way that is not on record.
-
-        Casts are one for every region of autocast; code past modules, whose layers are called after
-        the weight, may use one view of a weight several times.
-        """
-        passes = [list(uses) for _, uses in groupby(self._uses(step), key=lambda use: use[0][0])]
-        return any(
-            sum(layer.uses.dtype_of(use) != self.known.dtype for _, layer, use in uses) > 1
-            or (len(uses) > 2 and any(layer.name == layer.weight for _, layer, _ in uses))
-            for uses in passes
-        )
 
     def _role(self, layer: LayerMemory) -> str:
         return "weight" if self.known.name == layer.weight else "bias"
 
 
-class ExplainedGradients(FromPatterns[Tensor]):
+class ExplainedGradients(FromPatterns):
     """One parameter's gradients as a whole, in one dtype: in float64 they are free of rounding.
 
     Given a number as `jitter`, rows are moved by what storing and computing round away.
@@ -152,15 +91,34 @@ class ExplainedGradients(FromPatterns[Tensor]):
 
     def own(self, step: int, held: Tensor | None) -> Tensor:
         total = held
-        for _, uses in groupby(self._uses(step), key=lambda use: use[0][0]):
-            casts = groupby(uses, key=itemgetter(0))
-            sums = (reduce(add, (self._of_use(*use[1:]) for use in cast)) for _, cast in casts)
-            passed = reduce(add, (one.to(self.dtype) for one in sums))
+        for uses in self._passes(step):
+            sums: dict[object, Tensor] = {}
+            for at, layer, use in uses:
+                product, dtype = self._of_use(layer, use), layer.uses.dtype_of(use)
+                key = at if dtype == self.known.dtype else dtype  # one cast for all of fewer bits
+                earlier = sums.pop(key, None)
+                sums[key] = product if earlier is None else earlier + product
+            passed = reduce(add, (one.to(self.dtype) for one in sums.values()))
             total = passed if total is None else total + passed
         return torch.zeros(self.known.shape, dtype=self.dtype) if total is None else total
 
+    def _passes(self, step: int) -> list[list[Use]]:
+        return [list(uses) for _, uses in groupby(self._uses(step), key=lambda use: use[0][0])]
+
+    def may_meet(self, step: int) -> bool:
+        """Whether uses may be added up before they reach `.grad`, in a way that is not on record.
+
+        Casts are one for every region of autocast; code past modules, whose layers are called after
+        the weight, may use one view of a weight several times.
+        """
+        return any(
+            sum(layer.uses.dtype_of(use) != self.known.dtype for _, layer, use in uses) > 1
+            or (len(uses) > 2 and any(layer.name == layer.weight for _, layer, _ in uses))
+            for uses in self._passes(step)
+        )
+
     def _of_use(self, layer: LayerMemory, use: int) -> Tensor:
-        """What one use brought, as large as the parameter."""
+        """Compute what one use brought, as large as the parameter."""
         kind, role, uses = layers.of(layer.kind), self._role(layer), layer.uses
         if layer.keep == "examples":
             written = self._rows(layer, use, role).to(self.dtype)
@@ -178,30 +136,43 @@ class ExplainedGradients(FromPatterns[Tensor]):
         return full
 
     def _rows(self, layer: LayerMemory, use: int, part: str) -> Tensor:
+        """Read the rows of a use; jitter follows from each number itself: one that comes back (an
+        input, say) was rounded in one way each time, and that adds up."""
         rows = rows_of(layer, use, part)
         if self._jitter is None or not rows.is_floating_point():
             return rows
-        return rows + jitter(layer, part, rows, self._jitter)
+        size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
+        if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
+            size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
+        digits = 1e6 * rows.double().abs().clamp(min=2.0**-200).log2()
+        chance = (digits + 0.755 * self._jitter + 0.570 * torch.arange(rows.shape[1])).frac().abs()
+        return rows + size * (2 * chance - 1).to(rows.dtype)
 
 
-class Sums(FromPatterns[Sum]):
-    """One parameter's gradients along v."""
+class Sums(FromPatterns):
+    """One parameter's gradients along v, [2, rows + 1]: G v of each row, and how far it may be off.
+
+    The last column is the rows' signed sum. Of it is known what 16 bits lost in every use, so it is
+    as sharp as if rows were exact (of examples that is not known).
+    """
 
     def __init__(self, memory: Memory, parameter: str) -> None:
         super().__init__(memory, parameter)
-        self._v = memory.direction(parameter)
         self._lost = {layer.name: layer.lost(parameter) for layer in self.layers}
 
-    def own(self, step: int, held: Sum | None) -> Sum:
-        zero = np.zeros(self.known.height)
-        found = (self._of_use(layer, use) for *_, layer, use in self._uses(step))
-        return reduce(add, found, held or Sum(zero, zero, 0.0, np.zeros(2)))
+    def own(self, step: int, held: Tensor | None) -> Tensor:
+        found = (self._of_use(layer, use) for _, layer, use in self._uses(step))
+        nothing = torch.tensor([[0.0], [LEAST]], dtype=torch.float64)
+        return reduce(add, found, nothing.repeat(1, len(self.signs) + 1) if held is None else held)
 
-    def _of_use(self, layer: LayerMemory, use: int) -> Sum:
-        kind, role = layers.of(layer.kind), self._role(layer)
-        v = self._v if role == "weight" else None
-        rows = rows_of(layer, use, role if layer.keep == "examples" else "error_signals").double()
-        if v is not None and layer.keep == "patterns":
+    def times(self, gradient: Tensor, kappa: float) -> Tensor:
+        return gradient * torch.tensor([[kappa], [abs(kappa)]], dtype=torch.float64)
+
+    def _of_use(self, layer: LayerMemory, use: int) -> Tensor:
+        kind, role, rows_here = layers.of(layer.kind), self._role(layer), len(self.signs)
+        v, by_examples = self.v if role == "weight" else None, layer.keep == "examples"
+        rows = rows_of(layer, use, role if by_examples else "error_signals").double()
+        if v is not None and not by_examples:
             keys = rows_of(layer, use, "keys")
             keys = keys.double() if keys.is_floating_point() else keys
             along, gross = kind.along(layer.layer, keys, rows, v), kind.gross(keys, rows)
@@ -211,40 +182,22 @@ class Sums(FromPatterns[Sum]):
             rows = rows if v is None else rows.view(len(rows), -1, len(v)) @ v
             along, terms = rows.sum(0), rows.square().sum(0)
         # x·v may be small by chance where x is not: no row is taken for smaller than average
-        floor = gross**2 / max(1, len(rows) * self.known.height)
-        lost = self._lost[layer.name][use]
-        if layer.keep == "examples" and layer.stored_eps:
-            lost = np.array([0.0, layer.stored_eps / 2 * float(terms.sum()) ** 0.5])
+        size = (terms + gross**2 / max(1, len(rows) * rows_here)).sqrt()
+        by_signs, lost = self._lost[layer.name][use].tolist()
+        if by_examples and layer.stored_eps:
+            by_signs, lost = 0.0, layer.stored_eps / 2 * float(terms.sum()) ** 0.5
+        added = prod(layer.uses.shape_of(use)) if by_examples else len(rows)
         u = max(ROUNDING[layer.uses.dtype_of(use)], ROUNDING[self.known.dtype])
-        (gv, squares), place = np.zeros((2, self.known.height)), layer.rows_of(self.known.name)
-        by_examples = layer.keep == "examples"
-        terms_added = prod(layer.uses.shape_of(use)) if by_examples else len(rows)
-        u *= spread(terms_added, in_turn=by_examples)
-        gv[place], squares[place] = along.numpy(), u * u * (terms.numpy() + floor)
-        return Sum(gv, squares, u * gross, lost)
+        u *= SUM * spread(added, in_turn=by_examples)
+        place, found = layer.rows_of(self.known.name), torch.zeros(2, rows_here + 1).double()
+        found[0, :-1][place] = along
+        found[1, :-1][place] = (u + LOST * lost / (float(size.norm()) or 1.0)) * size
+        found[0, -1] = float(self.signs[place] @ along.numpy()) - by_signs
+        found[1, -1] = u * gross + (LOST * lost if by_examples else 0.0)
+        return found
 
 
 def rows_of(layer: LayerMemory, use: int, part: str) -> Tensor:
     """Read one part of a use's rows."""
     start = int(layer.uses.start[use])
     return layer.read(part, start, start + int(layer.uses.rows[use]))
-
-
-def jitter(layer: LayerMemory, part: str, rows: Tensor, seed: int) -> Tensor:
-    """Make up what rounding took from some rows, in a direction of chance.
-
-    It follows from the stored number itself: one that comes back (an input, a signal too small to
-    be kept) was rounded in one way each time, and that adds up.
-    """
-    size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
-    if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
-        size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
-    words = rows.float().contiguous().view(torch.int32).long() + seed * 0x9E3779B1
-    words = (words + torch.arange(rows.shape[1]) * 0xC2B2AE35) * 0x85EBCA6B & 0xFFFFFFFF
-    words = (words ^ (words >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
-    return size * ((words ^ (words >> 12)) * 2.0**-31 - 1).to(rows.dtype)
-
-
-def times(gradient: T, kappa: float) -> T:
-    """Multiply by κ as the dtype does."""
-    return gradient if kappa == 1.0 else gradient * kappa

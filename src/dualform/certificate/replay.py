@@ -1,8 +1,8 @@
 """From one kept state to the next: torch's own optimizer takes the steps again, by patterns alone.
 
 A *stretch* leads from a kept state to the next one on the run's path (what a rewind took back is
-left out). It can be walked if every update in it is explained and nothing on record lies between.
-In training's dtype, on the machine and with the threads of training, a walk must reach the very
+left out). It can be replayed if every update in it is explained and nothing on record lies between.
+In training's dtype, on the machine and with the threads of training, a replay must reach the very
 bits of the state at its end, and the mark of every step on the way: so a tampered row is found at
 its very step. Elsewhere it is right up to rounding (`checks.py`).
 
@@ -13,10 +13,8 @@ mark says which it was.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,34 +22,29 @@ import torch
 from torch import Tensor
 
 from dualform.certificate.bounds import TINY
-from dualform.certificate.gradients import ExplainedGradients, times
+from dualform.certificate.gradients import ExplainedGradients
 from dualform.certificate.marks import mark_of, remembered
 from dualform.errors import QueryError
-from dualform.learning_rules import Classes, OneParameter, class_of, classes
+from dualform.learning_rules import Classes, OneParameter, State, class_of, classes, converted
 from dualform.memory import Memory, Phase
 
-REACH, MOST = 8, 4096
-"""How many float32 steps κ is searched for: the more, the more terms cancel; and at most."""
+REACH, MOST = 8, 4096  # float32 steps κ is searched for: more where terms cancel; and at most
 
 UNSAID = "is not explained, and nothing on record says why"
+ELSEWHERE = "torch's own optimizer, given its patterns, goes elsewhere"
 
-Begin = tuple[Tensor, Mapping[str, Any]]
-Factors = dict[tuple[int, float], tuple[list[float], set[float]]]
-"""Of a step and κ as measured: what marks have said κ was, last of all, and what it was not."""
+Factors = dict[tuple[int, float], float]
+"""What a mark last said κ was, by step and κ as measured."""
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """The way of one parameter from a kept state to the next: its updates, why it is no way."""
+class Stretch(NamedTuple):
+    """The way of one parameter from a kept state to the next; `broken`: why patterns do not lead to
+    its end, empty if they do."""
 
-    parameter: str
     start: int
     stop: int
     steps: tuple[int, ...]
-    broken: str = ""
-    """Why patterns do not lead from its start to its end; empty if they do."""
-    is_replaced: bool = False
-    """Whether another optimizer takes over at its end: then only weights can be compared."""
+    broken: str
 
 
 class Replayed(NamedTuple):
@@ -63,18 +56,11 @@ class Replayed(NamedTuple):
     is_as_marked: bool
 
 
-def stretches(memory: Memory, parameter: str, known: Classes) -> list[Stretch]:
-    """List the ways between a parameter's kept states, in order; the last may lead to the end of
-    a run that died, of which marks alone are known."""
-    kept, record = memory.kept.steps(parameter), Record(memory, parameter)
-    ends = [s for s in {*kept, memory.steps} if s and s not in record.back]
-    return [record.stretch(stop, kept, known) for stop in sorted(ends)]
-
-
 class Record:
     """What is on record of one parameter besides its patterns.
 
-    `explained` says of every step whether patterns explain its gradient, all of it.
+    `explained` says of every step whether patterns explain its gradient, all of it. At the states
+    in `replaced` another optimizer takes over, so that only weights can be compared.
     """
 
     def __init__(self, memory: Memory, parameter: str) -> None:
@@ -82,6 +68,7 @@ class Record:
         self.log = log = memory.log(parameter)
         self.events = [e for e in memory.events if not e.parameters or parameter in e.parameters]
         self.back = {e.step: e.to for e in self.events if e.to is not None}
+        self.replaced = {e.step for e in self.events if e.what == "replaced"}
         self.is_kept = np.isin(np.arange(memory.steps), memory.kept.gradient_steps(parameter))
         self.explained, is_held = self.is_kept | log.explained, False
         for step in range(memory.steps):
@@ -90,30 +77,35 @@ class Record:
                 self.explained[step] &= is_held or self.is_kept[step]
                 is_held = bool(self.explained[step])
 
-    def way_back(self, at: int, kept: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Go back from the state after `at` updates to a kept one; list the updates between."""
-        path = self.memory.path_to(self.known.name, at)
-        on_path = {0, *(path + 1).tolist()} - {at} - self.back.keys()
-        start = max(on_path.intersection(kept), default=0)
-        return start, tuple(path[path >= start].tolist())
+    def stretches(self, known: Classes) -> list[Stretch]:
+        """List the ways between kept states, in order; the last may lead to the end of a run that
+        died, of which marks alone are known."""
+        kept = set(self.memory.kept.steps(self.known.name))
+        ends = sorted({*kept, self.memory.steps} - {0} - self.back.keys())
+        return [self.stretch(stop, kept, known) for stop in ends]
 
-    def stretch(self, stop: int, kept: Sequence[int], known: Classes | None = None) -> Stretch:
+    def way_back(self, at: int, kept: Collection[int]) -> tuple[int, tuple[int, ...]]:
+        """Go back from the state after `at` updates to a kept one; list the updates between."""
+        state, steps = self.back.get(at, at), list[int]()
+        while state and (state == at or state not in kept or state in self.back):
+            steps.append(state - 1)
+            state = self.back.get(state - 1, state - 1)
+        return state, tuple(reversed(steps))
+
+    def stretch(self, stop: int, kept: Collection[int], known: Classes | None = None) -> Stretch:
         """Describe the way to a kept state; given classes, also whether they can take it."""
         start, steps = self.way_back(stop, kept)
         moved = [step for step in steps if self.log.moved[step]]
-        changed = {"edited": {*steps, stop} - {start}, "replaced": {*steps} - {start}}
-        causes = [self.cause(step) for step in moved if not self.explained[step]]
-        events = [event for event in self.events if event.step in changed.get(event.what, ())]
-        found = [why for why in causes if why.endswith(UNSAID)]
-        found += [*(f"{event.why} (before step {event.step})" for event in events), *causes]
-        for place in np.unique(self.log.setting[moved]).tolist():
-            path = self.memory.settings[place].path
+        within = {"edited": {*steps, stop} - {start}, "replaced": {*steps} - {start}}
+        found = [event for event in self.events if event.step in within.get(event.what, ())]
+        why = [f"{event.why} (before step {event.step})" for event in found]
+        why += [self.cause(step) for step in moved if not self.explained[step]]
+        why.sort(key=lambda said: not said.endswith(UNSAID))
+        for path in sorted({self.memory.settings[n].path for n in self.log.setting[moved]}):
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
-                found.append(f"{path} is not at hand: hand the class in (optimizer={name})")
-        broken = found[0] if found else ""
-        is_replaced = any(e.what == "replaced" and e.step == stop for e in self.events)
-        return Stretch(self.known.name, start, stop, steps, broken, is_replaced)
+                why.append(f"{path} is not at hand: hand the class in (optimizer={name})")
+        return Stretch(start, stop, steps, why[0] if why else "")
 
     def cause(self, step: int) -> str:
         """Say why a gradient is not explained; `UNSAID` if that is not on record."""
@@ -129,103 +121,110 @@ class Record:
             return f"it held what was not recorded (step {step})"
         return f"the gradient of step {step} {UNSAID}"
 
+    def inexact(self, way: Stretch) -> str:
+        """Say why a stretch need not be reached to the bit here; empty if it must be."""
+        layers = [self.memory.layer(name) for name in self.known.layers]
+        moved = [step for step in way.steps if self.log.moved[step]]
+        if any(event.what == "shaken" and event.step <= way.stop for event in self.events):
+            return "between updates something was added to the weights and taken away again"
+        if any(layer.stored_eps for layer in layers):
+            return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
+        if any(layer.keep == "examples" for layer in layers) and not self.is_kept[moved].all():
+            return "sums of examples are not torch's sums"
+        gradients = ExplainedGradients(self.memory, self.known.name, self.known.dtype)
+        if any(map(gradients.may_meet, moved)):
+            return "several uses of it in a pass may have shared a view or a cast"
+        then, now = phase_of(self.memory, way.stop - 1)._asdict(), here()
+        differs = [n for n in ("machine", "torch") if then[n] not in ("", now[n])]
+        return ", ".join(f"recorded with {n} {then[n]}, not {now[n]}" for n in differs)
+
 
 class Replay:
     """Replays of one parameter; `factors` shares between parameters what marks say of κ."""
 
     def __init__(
         self,
-        memory: Memory,
-        parameter: str,
+        record: Record,
         dtype: torch.dtype,
         known: Classes,
-        *,
         factors: Factors | None = None,
         jitter: int | None = None,
     ) -> None:
-        self.memory, self.known = memory, known
-        self.parameter, self.log = memory.parameters[parameter], memory.log(parameter)
-        self._gradients = ExplainedGradients(memory, parameter, dtype, jitter)
-        self._is_marked = dtype == self.parameter.dtype and jitter is None
-        was_scaled = (self.log.kappa[self.log.explained] != 1.0).any()
-        is_kept = np.isin(np.arange(memory.steps), memory.kept.gradient_steps(parameter))
-        self._is_measured = ~is_kept & was_scaled
+        self._memory, self._name, self._log = record.memory, record.known.name, record.log
+        self._gradients = ExplainedGradients(self._memory, self._name, dtype, jitter)
+        self._is_own = dtype == record.known.dtype
+        self._is_marked = self._is_own and jitter is None
+        was_scaled = (self._log.kappa[self._log.explained] != 1.0).any()
+        self._is_measured = ~record.is_kept & was_scaled
         """At which steps κ is known as measured only: a gradient that was kept has it in it."""
-        self._dtype, self._factors = dtype, {} if factors is None else factors
-        self._v, self._signs = memory.direction(parameter), memory.signs(parameter)
+        self._dtype, self._known, self._factors = dtype, known, {} if factors is None else factors
 
     def run(
-        self, start: int, steps: Sequence[int], begin: Begin | None = None
+        self, start: int, steps: Sequence[int], begin: tuple[Tensor, State] | None = None
     ) -> Iterator[Replayed]:
         """Take some updates from a kept state on, or from the weights and state given."""
-        name, kept = self.parameter.name, self.memory.kept
-        begin = begin or (kept.weights(name, start), kept.state(name, start))
-        one = OneParameter(*begin, self.known, self._dtype)
+        kept = self._memory.kept
+        begin = begin or (kept.weights(self._name, start), kept.state(self._name, start))
+        one = OneParameter(*begin, self._known, self._dtype)
         for step in steps:
-            if self.log.moved[step]:
-                self._gradients.hold(step, self._take(one, step, *self._gradients.total(step)))
+            if self._log.moved[step]:
+                with threads(phase_of(self._memory, step).threads if self._is_own else 0):
+                    taken = self._take(one, step, *self._gradients.total(step))
+                self._gradients.last = step, taken
                 yield Replayed(step, one.weights, one.state, self._is_marked)
 
     def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
-        setting, fresh = self.memory.settings[self.log.setting[step]], bool(self.log.fresh[step])
-        before, factors = (one.weights, one.state), iter([kappa])
-        heard, refuted = list[float](), set[float]()
-        if not (is_sure := not (self._is_marked and self._is_measured[step])):
-            heard, refuted = self._factors.setdefault((step, kappa), (heard, refuted))
-            factors = chain(list(heard), self._near(step, total, kappa))
-            before = one.weights.clone(), {n: _copied(v) for n, v in one.state.items()}
-        held, tried = total, set[float]()
-        for factor in (f for f in factors if f not in refuted and f not in tried):
-            if tried:
+        log, factors, held = self._log, iter([kappa]), total
+        setting, fresh = self._memory.settings[log.setting[step]], bool(log.fresh[step])
+        if self._is_marked and self._is_measured[step]:
+            state = {name: converted(value, self._dtype) for name, value in one.state.items()}
+            before, factors = (one.weights.clone(), state), self._may_be(step, total, kappa)
+        for nth, factor in enumerate(factors):
+            if nth:
                 one.put(*before)
-            held = times(total, factor)
+            held = self._gradients.times(total, factor)
             try:
                 one.step(setting, held.clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
-            if not self._is_marked:
+            if self._is_marked and self._is_as_marked(one, step):
+                self._factors[step, kappa] = factor
                 return held
-            if self._is_as_marked(one, step):
-                heard[:] = [factor]
-                refuted |= tried
-                return held
-            tried.add(factor)
         self._is_marked = False  # it is not κ that is wrong
-        if is_sure:
-            return held
-        one.put(*before)
-        return self._take(one, step, total, kappa)
-
-    def _near(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
-        """What κ may have been: as measured or near it, and what makes the gradient what was seen.
-
-        A number next to 1 was taken for 1 when it was measured. What was seen may be far off where
-        the rows' signed sum is small by chance.
-        """
-        with np.errstate(all="ignore"):
-            beside = np.array(sorted(range(-REACH, REACH + 1), key=abs), np.int32)
-            found = (np.float32(kappa).view(np.int32) + beside).view(np.float32).astype(float)
-        yield from (kappa, *found[np.isfinite(found)].tolist())
-        if kappa == 1.0:
-            return
-        rows, signs = total.double().reshape(len(self._signs), -1), self._signs
-        along = (rows[:, 0] if self._v is None else rows @ self._v).numpy()
-        whole = float(signs @ along) or TINY
-        # x·v may be small by chance where the gradient is not: its size says how far sums are off
-        reach = int(min(MOST, REACH + REACH * float(torch.linalg.vector_norm(rows)) / abs(whole)))
-        places = np.array(sorted(range(-reach, reach + 1), key=abs), np.int32)
-        with np.errstate(all="ignore"):
-            centre = np.float32(self.log.seen[step] / whole).view(np.int32)
-            found = (centre + places).view(np.float32).astype(float)
-        yield from found[np.isfinite(found)].tolist()
+        return held
 
     def _is_as_marked(self, one: OneParameter, step: int) -> bool:
-        mark, of_state = int(self.log.mark[step]), int(self.log.state_mark[step])
+        mark, of_state = int(self._log.mark[step]), int(self._log.state_mark[step])
         if mark and mark != mark_of([one.weights]):
             return False
         return not of_state or of_state == mark_of(remembered(one.state))
+
+    def _may_be(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
+        """List what κ may have been: what another parameter found, as measured or near it, near
+        what makes the gradient what was seen; if none of them was, as measured. A number next to 1
+        was taken for 1 when it was measured."""
+        yield self._factors.get((step, kappa), kappa)
+        yield from _beside(kappa, REACH)
+        if kappa == 1.0:
+            yield kappa
+            return
+        v, signs = self._gradients.v, self._gradients.signs
+        rows = total.double().reshape(len(signs), -1)
+        whole = float(signs @ (rows[:, 0] if v is None else rows @ v).numpy()) or TINY
+        # x·v may be small by chance where the gradient is not: its size says how far sums are off
+        terms = float(torch.linalg.vector_norm(rows)) / abs(whole)
+        yield from _beside(self._log.seen[step] / whole, int(min(MOST, REACH + REACH * terms)))
+        yield kappa
+
+
+@np.errstate(all="ignore")
+def _beside(number: float, reach: int) -> list[float]:
+    """List the float32 numbers around one, the nearest first."""
+    places = np.array(sorted(range(-reach, reach + 1), key=abs), np.int32)
+    found = (np.float32(number).view(np.int32) + places).view(np.float32)
+    return [float(beside) for beside in found if np.isfinite(beside)]
 
 
 def at(
@@ -246,49 +245,26 @@ def at(
     record = Record(memory, parameter)
     if step in kept and step not in record.back:
         return memory.kept.weights(parameter, step).clone()
-    found = record.stretch(step, kept, known)
-    if found.broken:
-        around = " and ".join(str(k) for k in (found.start, *(k for k in kept if k > step))[:2])
+    way, dtype = record.stretch(step, kept, known), record.known.dtype
+    why, weights = way.broken, memory.kept.weights(parameter, way.start)
+    is_exact = dtype == torch.float32 and not why and not record.inexact(way)
+    for done in Replay(record, dtype, known, factors).run(way.start, () if why else way.steps):
+        weights = done.weights
+        if is_exact and not done.is_as_marked:
+            why = f"{ELSEWHERE} at step {done.step}"
+            break
+    if why:
+        around = " and ".join(str(k) for k in (way.start, *(k for k in kept if k > step))[:2])
         raise QueryError(
-            f"the weights of {parameter!r} after {step} updates cannot be rebuilt: {found.broken}. "
-            f"They were kept at steps {around}: ask for one of these"
+            f"the weights of {parameter!r} after {step} updates cannot be rebuilt: {why}. They "
+            f"were kept at steps {around}: ask for one of these; verify() says more"
         )
-    weights = memory.kept.weights(parameter, found.start)
-    replay = Replay(memory, parameter, weights.dtype, known, factors=factors)
-    is_exact = weights.dtype == torch.float32 and not inexact(record, found)
-    with threads_of(memory, max(0, step - 1)):
-        for done in replay.run(found.start, found.steps):
-            weights = done.weights
-            if is_exact and not done.is_as_marked:
-                raise QueryError(
-                    f"the weights of {parameter!r} after {step} updates cannot be rebuilt: torch's "
-                    f"own optimizer, given its patterns, goes elsewhere at step {done.step}. "
-                    f"verify() says more; they were kept at step {found.start}"
-                )
     return weights.clone()
-
-
-def inexact(record: Record, way: Stretch) -> str:
-    """Say why a stretch need not be reached to the bit here; empty if it must be."""
-    layers = [record.memory.layer(name) for name in record.known.layers]
-    if any(event.what == "shaken" and event.step <= way.stop for event in record.events):
-        return "between updates something was added to the weights and taken away again"
-    if any(layer.stored_eps for layer in layers):
-        return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
-    moved = [step for step in way.steps if record.log.moved[step]]
-    if any(layer.keep == "examples" for layer in layers) and not record.is_kept[moved].all():
-        return "sums of examples are not torch's sums"
-    gradients = ExplainedGradients(record.memory, record.known.name, record.known.dtype)
-    if any(map(gradients.may_meet, moved)):
-        return "several uses of it in a pass may have shared a view or a cast"
-    then = phase_of(record.memory, way.steps[-1] if way.steps else 0)._asdict()
-    differs = [n for n, now in here().items() if n != "threads" and then[n] not in ("", now)]
-    return ", ".join(f"recorded with {n} {then[n]}, not {here()[n]}" for n in differs)
 
 
 def phase_of(memory: Memory, step: int) -> Phase:
     """Give the phase of recording that an update belongs to: its threads, machine and torch."""
-    begun = (phase for phase in reversed(memory.phases) if phase.first_step <= step)
+    begun = (phase for phase in reversed(memory.phases) if phase.first_step <= max(0, step))
     return next(begun, Phase(0, "", "", None))
 
 
@@ -299,15 +275,11 @@ def here() -> dict[str, Any]:
 
 
 @contextmanager
-def threads_of(memory: Memory, step: int) -> Iterator[None]:
-    """Compute with as many threads as training did at a step: sums depend on it to the bit."""
-    wanted, now = phase_of(memory, step).threads, torch.get_num_threads()
+def threads(wanted: int) -> Iterator[None]:
+    """Compute with as many threads as training did: sums depend on it to the bit."""
+    now = torch.get_num_threads()
     torch.set_num_threads(wanted if 0 < wanted <= 4096 else now)
     try:
         yield
     finally:
         torch.set_num_threads(now)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+import numpy as np
+
+from dualform.certificate.bounds import TINY, Reals
 from dualform.errors import QueryError
 from dualform.table import Table
 
@@ -39,6 +42,15 @@ class Check:
     residual: float
     bound: float
     step: int | None = None
+
+    @classmethod
+    def of_rows(
+        cls, parameter: str, kind: str, off: Reals, room: Reals, size: Reals, step: int
+    ) -> Check:
+        """Take the row that is farthest on its way to its bound; relative to the largest size."""
+        off, scale = np.abs(off), float(np.abs(size).max()) + TINY
+        found = int(np.argmax(np.where(np.isfinite(off), off / (room + TINY), inf)))
+        return cls(parameter, kind, float(off[found]) / scale, float(room[found]) / scale, step)
 
     @property
     def passed(self) -> bool:
@@ -119,14 +131,14 @@ class Verification:
     @property
     def table(self) -> Table:
         """One line per parameter: the verdict, residual ≤ bound of each check, the remainder."""
-        found = {(c.parameter, c.kind): str(c) for c in self.checks}
-        columns: dict[str, Any] = {"parameter": list(self.verdicts)}
-        columns["verdict"] = [v.verdict for v in self.verdicts.values()]
-        columns["replayed"] = [f"{v.walked} of {v.ways}" for v in self.verdicts.values()]
-        for kind in KINDS:
-            columns[kind] = [found.get((name, kind), "") for name in self.verdicts]
-        shares = (v.remainder for v in self.verdicts.values())
-        columns["not explained"] = [f"{share:.1%}" if share else "" for share in shares]
+        checks, found = {(c.parameter, c.kind): str(c) for c in self.checks}, self.verdicts.values()
+        columns: dict[str, list[str]] = {
+            "parameter": [*self.verdicts],
+            "verdict": [v.verdict for v in found],
+            "replayed": [f"{v.walked} of {v.ways}" for v in found],
+            **{kind: [checks.get((name, kind), "") for name in self.verdicts] for kind in KINDS},
+            "not explained": [f"{v.remainder:.1%}" if v.remainder else "" for v in found],
+        }
         shown = {name: cells for name, cells in columns.items() if any(cells)}
         return Table(shown, "residual ≤ bound, relative: 0 is perfect")
 

@@ -17,6 +17,7 @@ from dualform.learning_rules.replaying import OneParameter as OneParameter
 from dualform.learning_rules.replaying import State as State
 from dualform.learning_rules.replaying import class_of as class_of
 from dualform.learning_rules.replaying import classes as classes
+from dualform.learning_rules.replaying import converted as converted
 from dualform.learning_rules.replaying import optimizer_of_one as optimizer_of_one
 from dualform.learning_rules.settings import SeenSettings as SeenSettings
 from dualform.learning_rules.settings import Setting as Setting

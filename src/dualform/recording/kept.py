@@ -242,10 +242,10 @@ class Keeper:
                 continue
             rows = watch.among(together)[watch.owner]
             made = {n: linear_factors(settings[n // 2], n % 2 == 1, dtype) for n in set(way) - {-1}}
-            motions = [Motion(made[way[nth]], history[nth][1][rows]) for nth in steps]
+            motions: list[Motion] = [(made[way[n]], history[n][1][rows], 0.0) for n in steps]
             a, b = (Along(*(np.asarray(part)[rows] for part in point)) for point in (start, end))
-            off = walk(a, b, motions, ROUNDING[dtype])
-            found[watch.owner[rows][~(off.room_W >= off.W)]] = True
+            reached = walk(a, b, motions, ROUNDING[dtype])
+            found[watch.owner[rows][~(reached.room_W >= np.abs(b.W - reached.W))]] = True
         return found
 
 
