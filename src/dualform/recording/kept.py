@@ -118,12 +118,11 @@ class Keeper:
     def after_update(self, step: int, line: Line) -> None:
         """Take marks, and keep small values: they are those after so many updates."""
         self.states.take()
-        small = self._small_bytes <= self.recorded * SMALL_SHARE
-        for index in np.flatnonzero(line.moved & ~self._watch.resolved) if small else ():
-            w = self._watch.parameters[index]
-            if w.is_small:
-                self._small_bytes += self._keep(step, self._copies([w], only=""))
-        self._small_bytes += self._keep_buffers(step, small)
+        watch, has_room = self._watch, self._small_bytes <= self.recorded * SMALL_SHARE
+        for i in np.flatnonzero(line.moved & watch.small & ~watch.resolved) if has_room else ():
+            w = watch.parameters[i]
+            self._small_bytes += self._put("weights", w.name, step, copied(w.tensor))
+        self._small_bytes += self._keep_buffers(step, has_room)
 
     def after_step(self, line: Line, seen: Reals | None) -> None:
         """Remember the line until the next fingerprint."""

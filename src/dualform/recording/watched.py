@@ -149,10 +149,6 @@ class Watched:
         is_cast = dtype != self.nature[1]
         return str(dtype).removeprefix("torch.") if is_cast else f"of shape {list(shape)}"
 
-    @property
-    def is_small(self) -> bool:
-        return self.tensor.numel() <= SMALL
-
 
 class Watch:
     """All parameters of a model, in the order it names them."""
@@ -175,6 +171,7 @@ class Watch:
             [np.zeros(0), *(signs(i, height) for i, height in enumerate(heights))]
         )
         self.u = np.array([ROUNDING[p.dtype] for _, p in named])
+        self.small = np.array([p.numel() <= SMALL for _, p in named], bool)
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
         self._of_gradients, self.resolved = np.zeros((3, count), bool), np.zeros(count, bool)
         self.carried, self.unknown, self.narrow = self._of_gradients
@@ -248,7 +245,7 @@ class Watch:
                 w.why = f"keep= asks for values of layer {layer.name!r}"
                 continue
             w.sites.append(site)
-            w.by_examples |= word == "examples" and w.is_small
+            w.by_examples |= word == "examples" and bool(self.small[w.index])
             self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
             w.why = w.why if self.resolved[w.index] else KEYS_ALONE
             w.is_news = True
