@@ -492,7 +492,7 @@ def test_an_object_of_another_kind_in_place_of_a_parameter_is_refused(
     optimizer, states = SGD(model.parameters(), lr=0.05, momentum=0.9), {0: state_of(model)}
     with (
         pytest.raises(RecordingError, match=r"2\.weight.*record again into a new path"),
-        record(model, optimizer, tmp_path / "run"),
+        record(model, tmp_path / "run"),
     ):
         for step in range(STEPS):
             update(model, optimizer, step)
@@ -512,7 +512,7 @@ def test_a_module_in_place_of_another_is_refused_before_its_update(tmp_path: Pat
     optimizer, states = SGD(model.parameters(), lr=0.05, momentum=0.9), {0: state_of(model)}
     with (
         pytest.raises(AuditError, match=r"2\.weight.*not explained by its patterns"),
-        record(model, optimizer, tmp_path / "run"),
+        record(model, tmp_path / "run"),
     ):
         for step in range(STEPS):
             update(model, optimizer, step)
