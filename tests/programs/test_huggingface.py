@@ -129,7 +129,6 @@ def test_trainer_with_label_smoothing(tmp_path: Path) -> None:
 ADAFACTOR = {"optim": "adafactor"}
 
 
-@pytest.mark.xfail(reason="verify takes torch's class of the same name for it")
 def test_a_rule_from_elsewhere_that_is_named_as_one_of_torchs(tmp_path: Path) -> None:
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **ADAFACTOR), tmp_path / "run"
@@ -137,7 +136,6 @@ def test_a_rule_from_elsewhere_that_is_named_as_one_of_torchs(tmp_path: Path) ->
     certified(program.model, memory, steps=9, values=["*"], **asked(program.texts))
 
 
-@pytest.mark.xfail(reason="marks are of what an optimizer remembered first, not of what came after")
 def test_a_rule_that_remembers_new_tensors_at_every_update(tmp_path: Path) -> None:
     program, memory = recorded(
         lambda: HuggingFace(tmp_path / "checkpoints", **ADAFACTOR), tmp_path / "run"

@@ -266,6 +266,16 @@ def test_a_function_that_cannot_say_the_tags_is_an_error_at_once(
         model(**fed(0))["loss"].backward()
 
 
+def test_a_function_that_is_never_asked_is_an_error_before_the_first_update(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"net": plain()})
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with (
+        pytest.raises(RecordingError, match="tags= was never called.*only parts of that"),
+        record(model, tmp_path / "run", tags=lambda x: {"label": 0}),
+    ):
+        update(model["net"], optimizer, 0)
+
+
 def test_a_tag_that_fits_no_layer_is_an_error_at_once(tmp_path: Path) -> None:
     model = nn.Embedding(11, 8)
     with (
@@ -371,7 +381,18 @@ def test_more_than_one_rank_is_refused_by_name(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(RecordingError, match=r"model on 2 ranks.*Train on one rank"):
-        record(plain(), tmp_path / "run")
+        record(plain(), tmp_path / "run").start()
+
+
+def test_ranks_that_join_later_are_refused_before_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with pytest.raises(RecordingError, match="on 2 ranks"), record(model, tmp_path / "run"):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        update(model, optimizer, 0)
 
 
 @pytest.mark.filterwarnings("ignore:dualform")

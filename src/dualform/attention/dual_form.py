@@ -68,7 +68,7 @@ class DualForm:
         self.model = model
         if model is not None:
             asking.check_architecture(model, self.memory)
-        self._known = classes(optimizer)
+        self._handed, self._known = optimizer, classes(optimizer)
         self._view = View(self.memory, self.memory.steps, self._known)
 
     @property
@@ -169,9 +169,8 @@ class DualForm:
                     f"after {self.memory.steps}. Verify this step without inputs."
                 )
         model = self.model if self.step == self.memory.steps else None
-        others = tuple(self._known.values())
         found = verify(
-            self.memory, model, every_step=every_step, optimizer=others, progress=progress
+            self.memory, model, every_step=every_step, optimizer=self._handed, progress=progress
         )
         if inputs or kwargs:
             found = replace(found, checks=(*found.checks, self._outputs(inputs, kwargs)))

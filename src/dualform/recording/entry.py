@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from dualform.errors import RecordingError
 from dualform.memory.files import local_path
@@ -105,12 +105,5 @@ def record(
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise RecordingError(f"every={every!r} was given; expected a whole number, at least 1")
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    if is_distributed and (ranks := distributed.get_world_size()) > 1:
-        raise RecordingError(
-            f"torch.distributed trains this model on {ranks} ranks, whose gradients are averaged: "
-            "one rank's patterns do not explain them, so this is not supported yet. Train on one "
-            "rank, with batches accumulated, to record"
-        )
     options = Options(keep, tags, STORED[dtype], every, resume, overwrite, audit)
     return Recorder(model, local_path(path), options)

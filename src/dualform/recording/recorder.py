@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -81,7 +81,7 @@ class Recorder:
         self._interrupts = Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
-        self._calls, self._moves = 0, 0
+        self._calls, self._moves, self._asked = 0, 0, False
         self._parts: _Parts
 
     def __deepcopy__(self, memo: Any) -> Recorder:
@@ -108,6 +108,7 @@ class Recorder:
         for other in list(_recording):  # a notebook's cell that is run again has lost it
             if other._state == "recording" and other._path == self._path and not other._is_in_with:
                 other.close()
+        refuse_ranks()
         self._interrupts.install()
         self._interrupts.hold()
         try:
@@ -340,7 +341,7 @@ class Recorder:
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """With tags=: ask the user's function what the batch was."""
         if module is self._model and self._tag is not None and self._options.tags is not None:
-            columns = asked(self._options.tags, args, kwargs)
+            columns, self._asked = asked(self._options.tags, args, kwargs), True
             self._tag.columns.update(self._tags.make(self._moves, columns).columns)
             self._tag = None
 
@@ -349,6 +350,14 @@ class Recorder:
         self._parts.watch.members.follow()
         if self._state != "recording" or not updates.holds(optimizer):
             return None
+        if not self._moves:
+            refuse_ranks()
+            if self._options.tags is not None and not self._asked:
+                raise RecordingError(
+                    "tags= was never called: it is called with the inputs of the very model that "
+                    "is recorded, and only parts of that were called. Record the part that is "
+                    "called, or call recorder.tag(...) with every batch"
+                )
         self._interrupts.hold()  # until the update is written down, in _after
         try:
             return updates.before(optimizer, args, kwargs)
@@ -465,6 +474,17 @@ def described(name: str, tensor: Tensor) -> dict[str, Any]:
     """What the manifest says of a parameter or a buffer."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"name": name, "shape": list(tensor.shape), "dtype": dtype}
+
+
+def refuse_ranks() -> None:
+    """Refuse to record one rank of several."""
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    if is_distributed and (ranks := distributed.get_world_size()) > 1:
+        raise RecordingError(
+            f"torch.distributed trains this model on {ranks} ranks, whose gradients are averaged: "
+            "one rank's patterns do not explain them, so this is not supported yet. Train on one "
+            "rank, with batches accumulated, to record"
+        )
 
 
 _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()

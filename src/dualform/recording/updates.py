@@ -394,7 +394,7 @@ class Updates:
                     "attend work; contributions and masks do not reach what it moved"
                 )
         if running.calls > 1:
-            for w in moving:
+            for w in (w for w in moving if watch.resolved[w.index]):
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
         self._settle(moved)
         self._trial.end()
