@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +133,9 @@ def test_a_training_step_past_the_modules_own_forward(tmp_path: Path) -> None:
     certified(program.model, memory, program.x[:3], steps=12)
 
 
-@pytest.mark.xfail(reason="tags= is never asked where the model's own forward is not called")
-def test_tags_that_are_never_asked_for_are_remarked(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, memory = recorded(lambda: Fit(Past), tmp_path / "run", tags=lambda x: {"first": x[:, 0]})
-    assert any("tags=" in remark for remark in memory.remarks)
+def test_tags_that_are_never_asked_for_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(dualform.RecordingError, match=r"tags= was never called"):
+        recorded(lambda: Fit(Past), tmp_path / "run", tags=lambda x: {"first": x[:, 0]})
 
 
 class Recording(lightning.Callback):  # type: ignore[misc,name-defined]

@@ -270,7 +270,7 @@ def test_a_function_that_is_never_asked_is_an_error_before_the_first_update(tmp_
     model = nn.ModuleDict({"net": plain()})
     optimizer = SGD(model.parameters(), lr=0.05)
     with (
-        pytest.raises(RecordingError, match="tags= was never called.*only parts of that"),
+        pytest.raises(RecordingError, match=r"tags= was never called.*only parts of that"),
         record(model, tmp_path / "run", tags=lambda x: {"label": 0}),
     ):
         update(model["net"], optimizer, 0)
