@@ -268,7 +268,7 @@ def questions(memory: Memory) -> Iterator[Question]:
         yield from of_parameter(memory, name)
     for step in range(min(memory.steps, 20) + 1):
         yield f"buffer {step}", lambda: raw(memory.buffer("mean", step))
-        yield f"marks {step}", lambda: step and tuple(m.tobytes() for m in memory.marks(step))
+        yield f"marks {step}", lambda: step and memory.marks[step - 1].tobytes()
     for name in memory.layers:
         yield from of_layer(memory, name)
 

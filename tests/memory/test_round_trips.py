@@ -62,7 +62,7 @@ def test_everything_that_was_written_is_read(tmp_path: Path, stored: str) -> Non
     assert torch.equal(memory.buffer("mean", 11), truth.buffers[7])
     marks = np.concatenate(truth.log["mark"])
     for step in range(1, 13):
-        np.testing.assert_array_equal(memory.marks(step).weights, marks[step - 1])
+        np.testing.assert_array_equal(memory.marks[step - 1, 0], marks[step - 1])
     memory.check()
 
 

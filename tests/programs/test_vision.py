@@ -110,7 +110,6 @@ def test_vae(tmp_path: Path) -> None:
     assert dual.attend(program.images[:3])["fc4"].weights.shape == (3, 4 * 32)
 
 
-@pytest.mark.xfail(reason="verify(x) draws other noise for the model than for the patterns")
 def test_outputs_of_a_vae_are_compared_under_the_same_noise(tmp_path: Path) -> None:
     program, memory = recorded(Vae, tmp_path / "run")
     then = torch.get_rng_state()

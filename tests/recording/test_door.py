@@ -417,3 +417,43 @@ def test_dtypes_of_torch_are_names_too(tmp_path: Path) -> None:
     with record(model, tmp_path / "run", dtype=torch.float16):
         update(model, optimizer, 0)
     assert Memory.open(tmp_path / "run").layer("0").stored == torch.float16
+
+
+# -- asking with the model as the loop left it -----------------------------------------------------
+
+
+def test_a_model_with_its_best_weights_back_is_said_to_be_that_step(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with record(model, tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            if step == 4:
+                best = state_of(model)
+        model.load_state_dict(best)
+    dual = dualform.DualForm(model, tmp_path / "run")
+    assert "the model given is the network after 5 updates: see at(5)" in repr(dual)
+    found = dual.verify()
+    assert found.passed
+    assert found.model == 5
+    assert "the model is the network as it was after 5 updates: ask at(5)" in repr(found)
+    x = batch(99)[0]
+    with pytest.raises(dualform.QueryError, match=r"after 5. Ask at\(5\).verify"):
+        dual.verify(x)
+    assert dual.at(5).verify(x).passed
+    assert torch.equal(dual.at(5).to_model()(x), model(x))
+
+
+def test_an_untrained_architecture_is_no_failed_certificate(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with record(model, tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+    torch.manual_seed(9)
+    fresh = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    found = dualform.DualForm(fresh, tmp_path / "run").verify()
+    assert repr(found).splitlines()[0].endswith("PASSED, bit for bit; the model is another")
+    assert "FAILED" not in repr(found)
+    before = dualform.DualForm(plain(), tmp_path / "run").verify()  # as it was before training
+    assert (before.passed, before.model) == (True, 0)

@@ -27,7 +27,7 @@ from dualform.attention.masks import Mask, as_rows, as_strength
 from dualform.attention.spotlight import Attention, Spotlight, is_whole
 from dualform.attention.targets import Aim, index_of, is_margin
 from dualform.attention.view import View, layers_named
-from dualform.certificate import Check, Verification, verify
+from dualform.certificate import Check, Verification, step_of, verify
 from dualform.errors import QueryError
 from dualform.layers import layer_by_layer
 from dualform.learning_rules import classes
@@ -162,11 +162,11 @@ class DualForm:
                 "the view itself; its average is a sum of weights that are then certified."
             )
         if inputs or kwargs:
-            self._model("comparing outputs")
-            if self.step != self.memory.steps:
+            now = step_of(self.memory, self._model("comparing outputs"))
+            if now is not None and now != self.step:
                 raise QueryError(
                     f"outputs after {self.step} updates cannot be compared: the model is as it was "
-                    f"after {self.memory.steps}. Verify this step without inputs."
+                    f"after {now}. Ask at({now}).verify(...), or verify this step without inputs"
                 )
         model = self.model if self.step == self.memory.steps else None
         found = verify(
@@ -179,10 +179,13 @@ class DualForm:
     def _outputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Check:
         """Compare the outputs by attention with the model's own."""
         model = self._model("comparing outputs")
-        with torch.no_grad(), asking.evaluating(model), layer_by_layer():
+        own_noise = torch.random.fork_rng(devices=[])
+        with own_noise, torch.no_grad(), asking.evaluating(model), layer_by_layer():
             both = (*model.named_parameters(), *model.named_buffers())
             own = {name: tensor.clone() for name, tensor in both}  # it may change them (max_norm)
+            random = torch.get_rng_state()  # a model that draws noise draws the same twice
             primal = _flat(torch.func.functional_call(model, own, tuple(inputs), dict(kwargs)))
+            torch.set_rng_state(random)
             attended = _flat(asking.run_by_patterns(model, self._view, inputs, kwargs))
         scale = float(primal.abs().max()) if primal.numel() else 0.0
         off = float((attended - primal).abs().max()) if primal.numel() else 0.0
@@ -366,6 +369,9 @@ class DualForm:
                 f"  one of every {self.memory.every} steps was recorded; what the others wrote is "
                 "not explained by patterns"
             )
+        now = None if self.model is None else step_of(self.memory, self.model)
+        if now not in (None, self.step, self.memory.steps):
+            lines.append(f"  the model given is the network after {now} updates: see at({now})")
         if self.memory.remarks:
             lines.append("  see memory.remarks")
         return "\n".join(lines)

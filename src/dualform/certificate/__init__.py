@@ -6,6 +6,7 @@ compares it with what training saw and carries weights along one direction, `rep
 own optimizer take the steps again; `checks.py` asks them, `report.py` says what they found.
 """
 
+from dualform.certificate.checks import step_of as step_of
 from dualform.certificate.checks import verify as verify
 from dualform.certificate.replay import at as at
 from dualform.certificate.report import Check as Check

@@ -25,6 +25,7 @@ from dualform.certificate.bounds import ROUNDING, TINY, measured
 from dualform.certificate.marks import mark_of
 from dualform.certificate.replay import ELSEWHERE, UNSAID, Factors, Record, Replay, Stretch
 from dualform.certificate.report import (
+    ANOTHER,
     BITS,
     KEPT,
     LITTLE,
@@ -64,7 +65,9 @@ def verify(
 ) -> Verification:
     """Compare everything a memory holds with everything else it holds, and with the model.
 
-    `optimizer` hands in classes that are not torch's. `progress` is called with (done, total).
+    A model that is the network at another recorded step is no failure, and said to be that; one
+    that is of no recorded step lends its architecture alone. `optimizer` hands in classes that are
+    not torch's. `progress` is called with (done, total).
     """
     names, known, factors = list(memory.parameters), classes(optimizer), Factors()
     judged = dict[str, Judged]()
@@ -76,10 +79,30 @@ def verify(
         if judged[name].verdict.why.startswith(UNKNOWN):  # the marks of all others are heard now
             judged[name] = Judged(Record(memory, name), known, every_step, factors)
     checks = [check for found in judged.values() for check in found.checks.values()]
-    if model is not None:
-        checks += [compare(memory, name, model) for name in names]
+    compared = [] if model is None else [compare(memory, name, model) for name in names]
+    place: int | str = ""
+    if model is not None and not all(check.passed for check in compared):
+        own = (c for c in compared if memory.log(c.parameter).moved.any())
+        place = ANOTHER if (at := step_of(memory, model)) is None else at
+        if place == ANOTHER and any(check.passed for check in own):  # one that was edited
+            place = ""
+    checks += compared if place == "" else []
     verdicts = {name: found.verdict for name, found in judged.items()}
-    return Verification(memory.steps, verdicts, tuple(checks), memory.hashes, memory.remarks)
+    return Verification(memory.steps, verdicts, tuple(checks), memory.hashes, memory.remarks, place)
+
+
+def step_of(memory: Memory, model: nn.Module) -> int | None:
+    """The last recorded step whose weights a model has, by their marks; None if there is none."""
+    named, kept = dict(model.named_parameters()), memory.kept
+    if named.keys() != memory.parameters.keys():
+        return None
+    now = {name: named[name].detach().cpu() for name in memory.parameters}
+    marks = np.array([mark_of([tensor]) for tensor in now.values()], np.uint32)
+    found = np.flatnonzero((memory.marks[:, 0] == marks).all(axis=1))
+    if len(found):
+        return int(found[-1]) + 1
+    initial = all(0 in kept.steps(n) and _same(t, kept.weights(n, 0)) for n, t in now.items())
+    return 0 if initial else None
 
 
 class Judged:
@@ -185,7 +208,7 @@ def compare(memory: Memory, name: str, model: nn.Module) -> Check:
     last, own = memory.kept.steps(name)[-1], dict(model.named_parameters()).get(name)
     now, kept, off = torch.empty(0) if own is None else own.detach().cpu(), memory.kept, inf
     if last < memory.steps:
-        marked = int(memory.marks(memory.steps).weights[memory.parameters[name].index])
+        marked = int(memory.marks[-1, 0, memory.parameters[name].index])
         return Check(name, "weights", float(mark_of([now]) != marked), 0.0, memory.steps)
     if now.shape == (end := kept.weights(name, last)).shape and not _same(now, end):
         off = float((now.double() - end).abs().max()) / float(end.abs().max() or 1) or 1.0

@@ -24,6 +24,8 @@ LITTLE = "within rounding, certifies little"
 NOT = "not"
 KEPT = "not replayable: kept states only"
 
+ANOTHER = "of no recorded step"
+
 KINDS = {
     "steps": "every step's patterns against its gradient",
     "fingerprints": "from fingerprint to fingerprint",
@@ -111,11 +113,15 @@ class Verification:
     checks: tuple[Check, ...]
     hashes: Mapping[str, str]
     remarks: tuple[str, ...]
+    model: int | str = ""
+    """The recorded step whose weights the model has, where that is not the last, or "of no recorded
+    step": then nothing is said of the model."""
 
     @property
     def passed(self) -> bool:
-        """Whether every check passes, and no verdict is "not" or certifies little."""
-        return self.verdict not in (NOT, LITTLE)
+        """Whether every check passes, no verdict is "not" or certifies little, and the model, if
+        one was given, is of a recorded step."""
+        return self.verdict not in (NOT, LITTLE) and self.model != ANOTHER
 
     @property
     def verdict(self) -> str:
@@ -150,14 +156,25 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain values, fit for `json.dumps`."""
         found: dict[str, Any] = {"passed": self.passed, "verdict": self.verdict}
-        found |= {"steps": self.steps, "remarks": [*self.remarks], "hashes": {**self.hashes}}
+        found |= {
+            "steps": self.steps,
+            "model": self.model,
+            "remarks": [*self.remarks],
+            "hashes": {**self.hashes},
+        }
         found["parameters"] = [{**vars(verdict)} for verdict in self.verdicts.values()]
         return {**found, "checks": [check.to_dict() for check in self.checks]}
 
     def __repr__(self) -> str:
-        said = "PASSED" if self.passed else "FAILED"
+        said = "FAILED" if self.verdict in (NOT, LITTLE) else "PASSED"
         lines = [f"Verification after {self.steps:,} updates: {said}, {self.verdict}"]
+        lines[0] += "; the model is another" * (self.model == ANOTHER)
         lines += [repr(self.table), *self.blame()]
+        if isinstance(self.model, int):
+            lines.append(
+                f"  the model is the network as it was after {self.model} updates: ask "
+                f"at({self.model}) for that"
+            )
         lines += [f"  {c.parameter}: {c}" for c in self.checks if c.kind == "outputs"]
         reasons: dict[str, list[str]] = {}
         for v in self.verdicts.values():
@@ -172,6 +189,11 @@ class Verification:
         """What did not pass, in sentences."""
         failed = [v for v in self.verdicts.values() if not v.passed]
         lines = [f"  {v.parameter}: {v.verdict}, {v.why}" for v in failed]
+        if self.model == ANOTHER:
+            lines.append(
+                "  the model has weights of no recorded step, so only its architecture was used; "
+                "load the checkpoint of a recorded step to have it compared"
+            )
         lines += [
             f"  {c.parameter}, {KINDS[c.kind]}: residual {c.residual:.2g} is more than the "
             f"{c.bound:.2g} of rounding{'' if c.step is None else f', worst at step {c.step}'}"

@@ -23,7 +23,6 @@ from dualform.memory.layer import DistinctKeys as DistinctKeys
 from dualform.memory.layer import LayerMemory as LayerMemory
 from dualform.memory.memory import Memory as Memory
 from dualform.memory.memory import ParameterLog as ParameterLog
-from dualform.memory.memory import StepMarks as StepMarks
 from dualform.memory.patterns import Patterns as Patterns
 from dualform.memory.patterns import Uses as Uses
 from dualform.memory.writing import MemoryWriter as MemoryWriter

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,13 +53,6 @@ class ParameterLog:
     seen: NDArray[np.float64]
     mark: NDArray[np.uint32]
     state_mark: NDArray[np.uint32]
-
-
-class StepMarks(NamedTuple):
-    """Which state a model is in: a number per parameter, [P], in the log's order."""
-
-    weights: NDArray[np.uint32]
-    states: NDArray[np.uint32]
 
 
 class Memory:
@@ -129,13 +122,13 @@ class Memory:
             found[field] = column.astype(bool) if dtype == torch.uint8 else column
         return ParameterLog(**found)
 
-    def marks(self, step: int) -> StepMarks:
-        """What marked weights and optimizer states after `step` updates, at least one."""
-        self._refuse_beyond(step, least=1)
+    @cached_property
+    def marks(self) -> NDArray[np.uint32]:
+        """What marked weights and optimizer states after every update: [steps, 2, parameters]."""
         segments, sizes = self.opened.segments, self.opened.sizes
-        segment = segments[int(np.searchsorted([s.end for s in segments], step))]
-        line, fields = step - 1 - segment.first_step, ("mark", "state_mark")
-        return StepMarks(*(segment.log(field, *sizes)[line].copy() for field in fields))
+        fields = ((s.log("mark", *sizes), s.log("state_mark", *sizes)) for s in segments)
+        none = np.zeros((0, 2, sizes[0]), np.uint32)
+        return np.concatenate([none, *(np.stack(both, 1) for both in fields)])
 
     def path_to(self, parameter: str, at: int) -> NDArray[np.int64]:
         """The steps that led to the state after `at` updates: what was taken back is left out."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dualform.certificate.replay import here
@@ -82,7 +81,7 @@ class Resumption:
     def find(self, watch: Watch, states: States, options: Options) -> int:
         """The step whose weights the model has; the memory is then cut back to it."""
         memory = self.memory
-        marks, now = self._marks, states.now()
+        marks, now = memory.marks, states.now()
         steps = (np.flatnonzero((marks[:, 0] == now[0]).all(axis=1)) + 1).tolist()
         if not memory.steps or self._is_initial(watch):
             steps.insert(0, 0)
@@ -104,13 +103,6 @@ class Resumption:
         self.memory = Memory.open(memory.path)
         return step
 
-    @property
-    def _marks(self) -> NDArray[np.uint32]:
-        """The marks of weights and of states after every step: [steps, 2, P]."""
-        memory = self.memory
-        found = [memory.marks(step) for step in range(1, memory.steps + 1)]
-        return np.array(found, np.uint32).reshape(-1, 2, len(memory.parameters))
-
     def _is_initial(self, watch: Watch) -> bool:
         kept = self.memory.kept
         return all(
@@ -126,7 +118,7 @@ class Resumption:
         tags.restore(described.tags, described.strings)
         findings.restore(described.remarks, [event._asdict() for event in memory.events])
         updates.restore(list(memory.settings))
-        states.restore(self._marks)
+        states.restore(memory.marks)
 
     def stored_keys(self, layer: Layer) -> Iterable[Tensor]:
         """The keys that are stored once, in their order."""
