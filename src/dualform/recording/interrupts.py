@@ -50,8 +50,6 @@ class Interrupts:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self._held and number not in self._waiting:
             self._waiting[number] = frame
-            if not self._held:  # a thread that trains has released meanwhile, and found nothing
-                self.release()
         else:
             self._handlers[number](number, frame)
 
