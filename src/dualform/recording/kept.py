@@ -119,9 +119,9 @@ class Keeper:
         """Take marks, and keep small values: they are those after so many updates."""
         self.states.take()
         watch, has_room = self._watch, self._small_bytes <= self.recorded * SMALL_SHARE
-        for i in np.flatnonzero(line.moved & watch.small & ~watch.resolved) if has_room else ():
-            w = watch.parameters[i]
-            self._small_bytes += self._put("weights", w.name, step, copied(w.tensor))
+        for i in np.flatnonzero(line.moved & ~watch.resolved) if has_room else ():
+            if (w := watch.parameters[i]).is_small:
+                self._small_bytes += self._put("weights", w.name, step, copied(w.tensor))
         self._small_bytes += self._keep_buffers(step, has_room)
 
     def after_step(self, line: Line, seen: Reals | None) -> None:

@@ -131,6 +131,7 @@ class Watched:
     def __post_init__(self) -> None:
         self.nature = nature_of(self.tensor)
         """Its shape and dtype when recording began."""
+        self.is_small = self.tensor.numel() <= SMALL
 
     def place_of(self, layer: Layer) -> slice:
         """Where the rows (or entries) of it that a layer uses lie among all rows."""
@@ -171,10 +172,8 @@ class Watch:
             [np.zeros(0), *(signs(i, height) for i, height in enumerate(heights))]
         )
         self.u = np.array([ROUNDING[p.dtype] for _, p in named])
-        self.small = np.array([p.numel() <= SMALL for _, p in named], bool)
         self.E, self.seen, self.gross = np.zeros(rows), np.zeros(rows), np.zeros(count)
-        self._of_gradients, self.resolved = np.zeros((3, count), bool), np.zeros(count, bool)
-        self.carried, self.unknown, self.narrow = self._of_gradients
+        self.carried, self.unknown, self.narrow, self.resolved = np.zeros((4, count), bool)
         self.sites: dict[Layer, Site] = {}
 
     def __iter__(self) -> Iterator[Watched]:
@@ -245,7 +244,7 @@ class Watch:
                 w.why = f"keep= asks for values of layer {layer.name!r}"
                 continue
             w.sites.append(site)
-            w.by_examples |= word == "examples" and bool(self.small[w.index])
+            w.by_examples |= word == "examples" and w.is_small
             self.resolved[w.index] = all(s.keep != "keys" for s in w.sites)
             w.why = w.why if self.resolved[w.index] else KEYS_ALONE
             w.is_news = True
@@ -286,7 +285,8 @@ class Watch:
         """Clear what was summed for gradients that are empty now: the loop threw it away."""
         self.E[gone[self.owner]] = 0.0
         self.gross[gone] = 0.0
-        self._of_gradients &= ~gone
+        for flags in (self.carried, self.unknown, self.narrow):
+            flags[gone] = False
 
 
 def listed(names: list[str]) -> str:
