@@ -84,7 +84,7 @@ class Reached(NamedTuple):
 def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Reached:
     """Carry (W v, m v) from one known point through a rule with scalars only to the next."""
     size, W, m = np.maximum(start.size, end.size), start.W, start.m
-    least = np.maximum(*(np.maximum(p.m_size, root_mean_square(p.m)) for p in (start, end)))
+    least = np.maximum(start.m_size, end.m_size)
     e_W, e_m, tiny = np.zeros_like(W), np.zeros_like(W), 2 * SMALLEST.get(u, 0.0)
     for factors, gv, room in motions:
         ww, wm, mw, mm, nw, nm = map(float, factors)

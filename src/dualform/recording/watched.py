@@ -132,6 +132,7 @@ class Watched:
     def __post_init__(self) -> None:
         self.nature = nature_of(self.tensor)
         """Its shape and dtype when recording began."""
+        self.is_small = self.tensor.numel() <= SMALL
 
     def place_of(self, layer: Layer) -> slice:
         """Where the rows (or entries) of it that a layer uses lie among all rows."""
