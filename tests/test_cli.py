@@ -424,6 +424,7 @@ def test_a_run_without_example_ids_says_what_to_tag(ask: Any, tmp_path: Path) ->
     assert "recorder.tag(example=ids)" in result.stderr
 
 
+@pytest.mark.filterwarnings("ignore:dualform. nothing was recorded")
 def test_a_memory_without_a_single_step_can_be_asked_what_it_is(ask: Any, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with dualform.record(model, tmp_path / "empty"):

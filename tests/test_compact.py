@@ -157,6 +157,7 @@ def everything(memory: Memory, layer: str) -> list[Any]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:dualform. nothing was recorded")
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("how", LESS)
 def test_what_stays_is_the_same_to_the_bit_and_the_rest_is_kept_states(
@@ -265,6 +266,7 @@ def test_recording_goes_on_in_a_memory_made_smaller(tmp_path: Path) -> None:
 # Where it may go, and what is left when it is cut off ---------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:dualform. nothing was recorded")
 def test_nothing_that_is_there_is_lost(recorded: Any, tmp_path: Path) -> None:
     source, path = recorded("plain"), tmp_path / "made"
     before = contents(source)

@@ -308,6 +308,7 @@ def test_a_class_index_may_be_numpys_or_torchs(run: Any) -> None:
             run.dual.contribute(x, target=target)
 
 
+@pytest.mark.filterwarnings("ignore:dualform. nothing was recorded")
 def test_a_memory_without_patterns_has_no_contributions(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     with dualform.record(model, tmp_path / "run"):

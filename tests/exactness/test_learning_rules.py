@@ -469,7 +469,7 @@ def carrying(by: str) -> Train:
         with run.recording(one, two):
             for step in range(STEPS):
                 run.loss().backward()
-                run.move(one, *([two] if step % 2 else []))
+                run.move(one, *([] if step % 2 else [two]))
 
     return train
 

@@ -292,6 +292,7 @@ def test_an_optimizer_per_parameter_stepping_inside_the_backward_pass_is_rebuilt
             assert off_by(rebuilt[name], weight) <= (1e-12 if dtype == torch.float64 else 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:dualform. nothing was recorded")
 def test_a_run_without_a_single_step_is_the_initial_network(new_run: Any) -> None:
     run = new_run(seeded(lambda: mlp(4, 6, 3), torch.float32), square_loss_on(6, 4), torch.float32)
     with run.recording(SGD(run.model.parameters(), **RULE)):

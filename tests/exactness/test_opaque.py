@@ -84,7 +84,10 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Body(torch.compile(nn.Linear(6, 6), backend="aot_eager"), called),
         r"is inside a compiled module: record the module as it was before",
     ),
-    "a compiled forward": (lambda: Body(compiled_forward(), called), r"belongs to a"),
+    "a compiled forward": (
+        lambda: Body(compiled_forward(), called),
+        r"is compiled|compiled module|belongs to a",
+    ),
     "a reentrant checkpoint": (
         lambda: Body(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), reentrant),
         r"is used inside a backward pass; .*use_reentrant=False has patterns",

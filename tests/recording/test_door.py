@@ -457,3 +457,19 @@ def test_an_untrained_architecture_is_no_failed_certificate(tmp_path: Path) -> N
     assert "FAILED" not in repr(found)
     before = dualform.DualForm(plain(), tmp_path / "run").verify()  # as it was before training
     assert (before.passed, before.model) == (True, 0)
+
+
+def test_one_layer_in_two_optimizers_of_which_one_moves_every_other_time(tmp_path: Path) -> None:
+    """Rows of a layer settle at once, so they belong to no step in which its bias has moved."""
+    model = plain()
+    weights = SGD([p for p in model.parameters() if p.dim() == 2], lr=0.1, momentum=0.9)
+    biases = SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1, momentum=0.5)
+    with record(model, tmp_path / "run"):
+        for step in range(STEPS):
+            backward(model, step)
+            weights.step()
+            weights.zero_grad()
+            if step % 2:
+                biases.step()
+                biases.zero_grad()
+    proved(tmp_path / "run", model)

@@ -451,4 +451,4 @@ def test_weights_used_past_what_has_patterns_are_values_by_name(use: Any, tmp_pa
         assert torch.equal(memory.kept.weights("0.weight", step), states[step]["0.weight"])
     assert memory.parameters["0.weight"].keep == "values"
     assert memory.parameters["2.weight"].keep == "patterns"
-    assert any("'0.weight'" in remark for remark in memory.remarks)
+    assert any("0.weight" in remark for remark in memory.remarks)

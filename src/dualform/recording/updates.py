@@ -215,8 +215,12 @@ class Updates:
         indices = [w.index for w in moving]
         if running.calls == 1:
             moved, held = self._now.line.moved, self.watch.held(optimizer)
+            # rows of a layer settle at once, so none of its parameters may have moved before them
+            beside = (i for w in moving for site in w.sites if site.pending for i in site.indices)
             is_over = self.is_under_way and (
-                optimizer in self._now.moved or any(moved[w.index] for w in held)
+                optimizer in self._now.moved
+                or any(moved[w.index] for w in held)
+                or any(moved[i] for i in beside)
             )
             self.find_edits(is_over)
             if is_over:
@@ -370,7 +374,8 @@ class Updates:
             sentence = found.why(watch, w, self.step)
             self.findings.stop(sentence)
             self.findings.event(self.step, "unexplained", sentence, [w.name])
-            watch.make_values(w, f"its gradient was not explained at step {self.step}")
+            why = f"its gradient was not explained at step {self.step}"
+            watch.make_values(w, why, is_said=True)
         self.keeper.due |= bool(bad.any())
 
     # -- after the update -----------------------------------------------------------------------

@@ -151,10 +151,6 @@ class Watched:
         is_cast = dtype != self.nature[1]
         return str(dtype).removeprefix("torch.") if is_cast else f"of shape {list(shape)}"
 
-    @property
-    def is_small(self) -> bool:
-        return self.tensor.numel() <= SMALL
-
 
 class Watch:
     """All parameters of a model, in the order it names them."""
@@ -267,11 +263,12 @@ class Watch:
         self.sites[layer] = site
         return True
 
-    def make_values(self, w: Watched, why: str) -> None:
+    def make_values(self, w: Watched, why: str, *, is_said: bool = False) -> None:
         """From here on no pattern explains a parameter: its kept states alone say what it was."""
         self.resolved[w.index], w.why = False, why
         w.is_news = True
-        self.unsaid.append(w)
+        if not is_said:
+            self.unsaid.append(w)
 
     def coverage(self, w: Watched) -> dict[str, str]:
         """How finely the memory can say who wrote a parameter, and why no finer."""
