@@ -244,6 +244,8 @@ class _Plan(NamedTuple):
         kept, first, later, moved, small = memory.kept, 0, 0, 0, 0
         for name in memory.parameters:
             steps = kept.steps(name)
+            if steps == (0,) and kept.digest(name):
+                continue
             size = kept.weights(name, steps[0]).nbytes
             first += size + sum(t.nbytes for t in tensors_in(kept.state(name, 0)))
             small += size if 1 in steps else 0

@@ -473,3 +473,86 @@ def test_one_layer_in_two_optimizers_of_which_one_moves_every_other_time(tmp_pat
                 biases.step()
                 biases.zero_grad()
     proved(tmp_path / "run", model)
+
+
+# -- a base that is not trained --------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A large layer that is not trained, between two that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner, self.base = nn.Linear(6, 70), nn.Linear(70, 70)
+        self.head = nn.Linear(70, 4)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(self.inner(x).tanh()).tanh())
+
+
+def test_of_a_base_that_is_not_trained_a_digest_is_kept(tmp_path: Path) -> None:
+    model = Adapted()
+    optimizer = AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    states = {0: state_of(model)}
+    with record(model, tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+    memory = Memory.open(tmp_path / "run")
+    assert not any(
+        "base.weight" in name
+        for s in memory.opened.segments
+        for name in s.file.places
+        if "kept/weights" in name
+    )
+    assert memory.kept.digest("base.weight")
+    dual, x = dualform.DualForm(model, memory), batch(99)[0]
+    assert dual.verify(x, every_step=True).passed
+    assert torch.equal(dual(x), model(x))
+    assert torch.equal(dual.at(5).weights()["base.weight"], states[5]["base.weight"])
+    assert abs(dual.contribute(x[:1], target=1).residual) < 1e-6
+    assert dualform.DualForm(None, Memory.open(tmp_path / "run")).verify().passed
+    with pytest.raises(dualform.QueryError, match="a digest alone is kept, and hand over a model"):
+        dualform.DualForm(None, Memory.open(tmp_path / "run")).weights()
+    with torch.no_grad():
+        model.base.weight[3, 4] += 1e-3
+    other = dualform.DualForm(model, Memory.open(tmp_path / "run"))
+    assert [c.parameter for c in other.verify().failures] == ["base.weight"]
+    with pytest.raises(dualform.QueryError, match="and the model's is another"):
+        other(x)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_base_that_is_trained_later_is_kept_from_then_on(edited: bool, tmp_path: Path) -> None:
+    model = Adapted()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    states = {0: state_of(model)}
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(STEPS):
+            if step == 6:
+                recorder.flush()
+                model.base.requires_grad_(True)
+                with torch.no_grad():
+                    model.base.weight[0, 1] += 1e-3 * edited
+            update(model, optimizer, step)
+            states[step + 1] = state_of(model)
+    memory = proved(tmp_path / "run", model, None if edited else states)
+    assert (memory.kept.digest("base.weight") is None) == (not edited)
+    for step in (7, STEPS):
+        found = dualform.DualForm(model, memory).at(step).weights()["base.weight"]
+        assert torch.equal(found, states[step]["base.weight"])
+
+
+def test_a_run_with_a_base_that_is_not_trained_is_gone_on_with(tmp_path: Path) -> None:
+    model = Adapted()
+    optimizer = SGD((p for p in model.parameters() if p.requires_grad), lr=0.05, momentum=0.9)
+    for first, last in ((0, 5), (5, STEPS)):
+        with record(model, tmp_path / "run", resume=True) as recorder:
+            assert recorder.steps == first
+            for step in range(first, last):
+                update(model, optimizer, step)
+    memory = Memory.open(tmp_path / "run")
+    assert memory.steps == STEPS
+    assert dualform.DualForm(model, memory).verify(every_step=True).passed

@@ -101,8 +101,7 @@ def step_of(memory: Memory, model: nn.Module) -> int | None:
     found = np.flatnonzero((memory.marks[:, 0] == marks).all(axis=1))
     if len(found):
         return int(found[-1]) + 1
-    initial = all(0 in kept.steps(n) and _same(t, kept.weights(n, 0)) for n, t in now.items())
-    return 0 if initial else None
+    return 0 if all(kept.is_kept_as(name, 0, tensor) for name, tensor in now.items()) else None
 
 
 class Judged:
@@ -111,6 +110,10 @@ class Judged:
     def __init__(self, record: Record, known: Classes, every_step: bool, factors: Factors) -> None:
         self._record, self._known, self._factors = record, known, factors
         self._memory, self._name, self._dtype = record.memory, record.known.name, record.known.dtype
+        if self._memory.kept.steps(self._name) == (0,) and self._memory.kept.digest(self._name):
+            self.checks = dict[str, Check]()
+            self.verdict = Verdict(self._name, KEPT, "not trained: of its weights a digest is kept")
+            return
         ways, moved = record.stretches(known), record.log.moved.any()
         broken = [way.broken for way in ways if way.broken]
         is_open = record.explained.any() or not moved
@@ -207,6 +210,8 @@ def compare(memory: Memory, name: str, model: nn.Module) -> Check:
     the last update: equal to the bit, or not."""
     last, own = memory.kept.steps(name)[-1], dict(model.named_parameters()).get(name)
     now, kept, off = torch.empty(0) if own is None else own.detach().cpu(), memory.kept, inf
+    if not last and kept.digest(name):
+        return Check(name, "weights", float(not kept.is_kept_as(name, 0, now)), 0.0, 0)
     if last < memory.steps:
         marked = int(memory.marks[-1, 0, memory.parameters[name].index])
         return Check(name, "weights", float(mark_of([now]) != marked), 0.0, memory.steps)

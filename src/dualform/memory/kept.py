@@ -10,7 +10,9 @@ So the lines say what is where, and only the file that has it is opened.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +23,8 @@ from torch import Tensor
 from dualform.errors import QueryError
 from dualform.memory.fields import damaged, named
 from dualform.memory.segments import OpenedMemory, Segment
+
+DIGEST = "digest"
 
 
 class Kept:
@@ -37,10 +41,30 @@ class Kept:
         self._opened, known = opened, opened.description
         self._described: dict[str, Any] = {**known.parameters, **known.buffers}
         self._known: dict[tuple[str, str], dict[int, Segment]] = {}
+        self._lent: Mapping[str, Tensor] = {}
+        self._checked: dict[str, str] = {}
 
     def steps(self, parameter: str) -> tuple[int, ...]:
         """After how many updates its state was kept, ascending."""
-        return tuple(self._where("weights", parameter))
+        return tuple(sorted({*self._where("weights", parameter), *self._where(DIGEST, parameter)}))
+
+    def digest(self, parameter: str) -> str | None:
+        """The digest of a large parameter that was not trained when recording began: of its first
+        state nothing else is kept, unless it was trained later. None for all others."""
+        is_kept = 0 in self._where("weights", parameter) or not self._where(DIGEST, parameter)
+        return None if is_kept else str(self._plain(DIGEST, parameter, 0))
+
+    def lend(self, named: Mapping[str, Tensor]) -> None:
+        """Hand over the parameters of a model, for those of which a digest alone is kept."""
+        self._lent, self._checked = named, {}
+
+    def is_kept_as(self, parameter: str, step: int, tensor: Tensor) -> bool:
+        """Whether a tensor has the very bits that were kept of a parameter at a step."""
+        if step not in self.steps(parameter):
+            return False
+        if step == 0 and (digest := self.digest(parameter)) is not None:
+            return digest_of(tensor) == digest
+        return torch.equal(self.weights(parameter, step), tensor)
 
     def last(self, name: str, at: int, *, what: str = "weights") -> int:
         """The last step at or before `at` after which it was kept."""
@@ -50,10 +74,14 @@ class Kept:
 
     def weights(self, parameter: str, step: int) -> Tensor:
         """The parameter after so many updates; `QueryError` unless that was kept."""
+        if step == 0 and (digest := self.digest(parameter)) is not None:
+            return self._of_model(parameter, digest)
         return self._tensor("weights", parameter, step)
 
     def state(self, parameter: str, step: int) -> dict[str, Any]:
         """What the optimizer remembered of it then, by torch's own names; empty if nothing."""
+        if step == 0 and self.digest(parameter) is not None:
+            return {}
         segment = self._segment("weights", parameter, step)
         return {
             what.removeprefix("state."): value
@@ -86,6 +114,23 @@ class Kept:
         """A buffer after so many updates: as it was when it last changed."""
         return self._tensor("buffer", name, self.last(name, at, what="buffer"))
 
+    def _of_model(self, parameter: str, digest: str) -> Tensor:
+        """A parameter that was never trained, of the model that was handed over."""
+        lent = self._lent.get(parameter)
+        if lent is not None and parameter not in self._checked:
+            self._checked[parameter] = digest_of(lent)
+        if lent is None or self._checked[parameter] != digest:
+            lacks = "hand over a model that has it" if lent is None else "the model's is another"
+            raise QueryError(
+                f"{parameter!r} was not trained, so of its weights a digest alone is kept, and "
+                f"{lacks}: expected DualForm(model, memory) with the weights it had in training"
+            )
+        return lent.detach().cpu()
+
+    def _plain(self, what: str, name: str, step: int) -> Any:
+        *_, (_, value) = self._segment(what, name, step).kept(what, name, step)
+        return value
+
     def _where(self, what: str, name: str) -> dict[int, Segment]:
         """Which segment has what was kept at a step, ascending: the last, if several do."""
         if (what, name) not in self._known:
@@ -115,6 +160,12 @@ class Kept:
         known, segment = self._described[name], self._segment(what, name, step)
         *_, (_, value) = segment.kept(what, name, step)
         return _checked(value, known.shape, known.dtype, segment)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def _checked(value: Any, shape: tuple[int, ...], dtype: torch.dtype, segment: Segment) -> Tensor:

@@ -26,6 +26,7 @@ from dualform.certificate.marks import nature_of
 from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
+from dualform.memory.kept import DIGEST, digest_of
 from dualform.recording.findings import Findings
 from dualform.recording.line import Line
 from dualform.recording.states import States
@@ -73,6 +74,8 @@ class Keeper:
         """Whether anything but updates changed the state since the last fingerprint."""
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()
+        self.frozen: dict[int, str] = {}
+        """Digests of parameters that no optimizer has moved, by index."""
         self._history: History = []
         self._before = -1, self._along([])
         self._trained = np.zeros(len(watch), bool)
@@ -104,6 +107,25 @@ class Keeper:
         """Keep the buffers that have changed since they were last kept."""
         changed = self._buffers.changes(with_large)
         return sum(self._put("buffer", name, step, now) for name, now in changed)
+
+    def freeze(self, watched: Iterable[Watched]) -> list[Watched]:
+        """Of what is large and not trained, keep a digest; return the others, to be kept whole."""
+        others = []
+        for w in watched:
+            if w.tensor.requires_grad or w.is_small:
+                others.append(w)
+            else:
+                self.frozen[w.index] = digest_of(w.tensor)
+                self._put(DIGEST, w.name, 0, self.frozen[w.index])
+        return others
+
+    def thaw(self, watched: Iterable[Watched]) -> list[Watched]:
+        """Keep the first state of what an optimizer is about to move after all; return what has
+        another state by now."""
+        digests = [(w, self.frozen.pop(w.index)) for w in watched if w.index in self.frozen]
+        is_same = {w: digest_of(w.tensor) == digest for w, digest in digests}
+        self.keep_weights(0, [w for w, same in is_same.items() if same])
+        return [w for w, same in is_same.items() if not same]
 
     def take(self) -> list[Kept]:
         """Hand over what was kept since the last segment."""

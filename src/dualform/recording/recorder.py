@@ -268,7 +268,7 @@ class Recorder:
             updates = Updates(watch, passes, keeper, self._findings, options.every)
             updates.begin(step)
             if resumed is not None:
-                resumed.restore(self._tags, self._findings, updates, states)
+                resumed.restore(self._tags, self._findings, updates, keeper)
                 self._tag = self._tags.forgotten()
             capture = Capture(
                 model,
@@ -289,7 +289,7 @@ class Recorder:
             for w in watch:
                 watch.unknown[w.index] = not is_empty(w.tensor.grad)
             writer.begin(self._description(resumed, step))
-            keeper.begin(step, watch if resumed is None or not step else [])
+            keeper.begin(step, keeper.freeze(watch) if resumed is None or not step else [])
             keeper.keep_buffers(step)
             states.take()
             states.remember(step)

@@ -24,6 +24,7 @@ from dualform.memory import Memory
 from dualform.memory.files import MANIFEST
 from dualform.memory.writing import MemoryWriter
 from dualform.recording.findings import Findings
+from dualform.recording.kept import Keeper
 from dualform.recording.states import States
 from dualform.recording.tags import Tags
 from dualform.recording.updates import Updates
@@ -105,20 +106,18 @@ class Resumption:
 
     def _is_initial(self, watch: Watch) -> bool:
         kept = self.memory.kept
-        return all(
-            0 in kept.steps(w.name)
-            and torch.equal(kept.weights(w.name, 0), w.tensor.detach().cpu())
-            for w in watch
-        )
+        return all(kept.is_kept_as(w.name, 0, w.tensor.detach().cpu()) for w in watch)
 
-    def restore(self, tags: Tags, findings: Findings, updates: Updates, states: States) -> None:
+    def restore(self, tags: Tags, findings: Findings, updates: Updates, keeper: Keeper) -> None:
         """Give the parts of a recorder what was known at that step."""
         memory = self.memory
         described = memory.opened.description
         tags.restore(described.tags, described.strings)
         findings.restore(described.remarks, [event._asdict() for event in memory.events])
         updates.restore(list(memory.settings))
-        states.restore(memory.marks)
+        keeper.states.restore(memory.marks)
+        digests = [memory.kept.digest(name) for name in memory.parameters]
+        keeper.frozen = {i: digest for i, digest in enumerate(digests) if digest is not None}
 
     def stored_keys(self, layer: Layer) -> Iterable[Tensor]:
         """The keys that are stored once, in their order."""

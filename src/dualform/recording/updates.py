@@ -304,6 +304,8 @@ class Updates:
         replaced = [w for w in moving if states.owner[w.index] is not optimizer]
         if not replaced:
             return
+        if changed := self.keeper.thaw(replaced):
+            self._write_down_edit(self.watch.among(changed), self.step)
         had_another = any(states.owner[w.index] is not None for w in replaced)
         states.take_over(optimizer, replaced)
         is_warm = any(map(states.state, replaced))
