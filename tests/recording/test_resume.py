@@ -7,6 +7,7 @@ must come out the same to the last bit, and so must what the two memories hold.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,16 @@ import numpy as np
 import pytest
 import torch
 from tests.recording.rules import Lion
-from tests.recording.runs import MOMENTUM, Training, network, plain, verified
+from tests.recording.runs import (
+    MOMENTUM,
+    Training,
+    backward,
+    network,
+    plain,
+    proved,
+    state_of,
+    verified,
+)
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
@@ -339,3 +349,38 @@ def test_a_crash_at_any_point_of_going_back_leaves_the_memory_before_or_after_it
     assert done
     assert call > 3
     assert seen <= {7, 12}
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_what_is_not_moved_at_first_after_a_resume_has_the_same_optimizer(
+    optimizers: int, kind: Any, tmp_path: Path
+) -> None:
+    """A critic's turn, a layer frozen at times: nobody moves it until the fourth step."""
+    settings = {"lr": 0.01} if kind is AdamW else MOMENTUM
+
+    def made() -> tuple[nn.Sequential, list[Any]]:
+        model = plain()
+        parts = [model] if optimizers == 1 else [model[0], model[2]]
+        return model, [kind(part.parameters(), **settings) for part in parts]
+
+    model, moving = made()
+    states = {0: state_of(model)}
+    for first, last in ((0, 2), (2, 3), (3, 9)):
+        checkpoint = copy.deepcopy((model.state_dict(), [o.state_dict() for o in moving]))
+        model, moving = made()
+        model.load_state_dict(checkpoint[0])
+        for optimizer, state in zip(moving, checkpoint[1], strict=True):
+            optimizer.load_state_dict(state)
+        with record(model, tmp_path / "run", resume=True) as recorder:
+            for step in range(first, last):
+                is_turn = step in (0, 1, 6, 8)
+                model[2].requires_grad_(is_turn)
+                backward(model, step)
+                for optimizer in moving if is_turn else moving[:1]:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                states[recorder.steps] = state_of(model)
+    memory = proved(tmp_path / "run", model, states)
+    assert not memory.events
+    assert not memory.remarks

@@ -35,7 +35,7 @@ class States:
         self._numbers = np.zeros((2, len(watch)), np.uint32)
         self._history: dict[bytes, int] = {}
         self._begun: Numbers | None = None
-        """The marks of a resumed memory's last step."""
+        """The marks of a resumed memory's last step; None if nothing was resumed."""
         self.shaken: Flags = np.zeros(len(watch), bool)
 
     def take_over(self, optimizer: Optimizer | None, watched: list[Watched]) -> None:
@@ -43,6 +43,7 @@ class States:
         for w in watched:
             self.owner[w.index] = optimizer
         self.owners = list({id(o): o for o in self.owner if o is not None}.values())
+        self._states.tensors = []  # to be looked up again: theirs are others now
 
     def weights(self, w: Watched) -> Tensor:
         """A parameter; of one in another dtype, or shape, than the memory says, what it was."""
@@ -70,6 +71,8 @@ class States:
 
     def _numbered(self, weights: Words) -> Numbers:
         states = self._states.numbers(self._states.sampled())
+        if self._begun is not None:  # what nobody has moved since is as a resumed memory says
+            states = np.where([o is None for o in self.owner], self._begun[1], states)
         return np.stack([self._weights.numbers(weights), states])
 
     def take(self) -> None:
@@ -86,6 +89,11 @@ class States:
         """Know the marks of the steps that a resumed memory holds: [steps, 2, P]."""
         self._history |= {numbers.tobytes(): step for step, numbers in enumerate(marks, 1)}
         self._begun = marks[-1] if len(marks) else None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether there are states that a resumed memory tells of."""
+        return self._begun is not None
 
     def are_as_begun(self, watched: list[Watched]) -> bool:
         """Whether optimizers remember of some parameters what a resumed memory says."""
@@ -121,5 +129,5 @@ class States:
             found = ~(off <= 16 * self._watch.u * size)
             self.shaken = (off != 0) & ~found
         if before != self._known:
-            found = found | (self._states.numbers(self._states.sampled()) != self._numbers[1])
+            found = found | (self._numbered(now)[1] != self._numbers[1])
         return found

@@ -314,14 +314,18 @@ class Updates:
         states.take_over(optimizer, replaced)
         is_warm = any(map(states.state, replaced))
         why = f"from here on another {type(optimizer).__name__} moves it"
-        if self.step == self.first and not had_another:
-            if self.step or is_warm:
+        is_first = self.step == self.first
+        if not had_another and (is_first or states.is_resumed):
+            if is_first and (self.step or is_warm):
                 self.keeper.begin(self.step, replaced)
             if states.are_as_begun(replaced):
                 return
+            if not is_first:  # what it moves was not moved since
+                self.keeper.snapshot(self.step, replaced)
+                self.keeper.is_edited = True
             why = "resumed with another optimizer's state"
             self.findings.remark(
-                f"resumed at step {self.step} with another state of the optimizer than it had "
+                f"resumed at step {self.first} with another state of the optimizer than it had "
                 "there: what it remembered is part of the remainder"
             )
         elif had_another or is_warm:
