@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,30 @@ def test_updates_by_hand_are_recorded_by_values(tmp_path: Path) -> None:
         dual.contribute(query, target=1)
 
 
+def test_an_optimizer_or_a_backward_pass_inside_the_block_is_an_error(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(2):
+            backward(model, step)
+            with recorder.update():
+                by_hand(model)
+            model.zero_grad()
+        backward(model, 2)
+        step_inside = pytest.raises(RecordingError, match="An optimizer's step needs no block")
+        with step_inside, recorder.update():
+            optimizer.step()
+        block_inside = pytest.raises(RecordingError, match="or another block began")
+        with block_inside, recorder.update(), recorder.update():
+            by_hand(model)
+        model.zero_grad()
+        too_late = pytest.raises(RecordingError, match=r"Call backward\(\) before the block")
+        with too_late, recorder.update():
+            backward(model, 3)
+            by_hand(model)
+    assert recorder.steps == 2
+
+
 @pytest.mark.filterwarnings("ignore:dualform")
 def test_a_block_of_updates_that_raises_ends_as_a_broken_off_update(tmp_path: Path) -> None:
     model = plain()
@@ -248,6 +273,44 @@ def test_a_function_of_the_models_inputs_tags_every_batch(way: str, tmp_path: Pa
     assert memory.layer("head").patterns["label"].tolist() == labels.tolist()
     assert memory.layer("words").patterns["label"].tolist() == labels.repeat_interleave(7).tolist()
     proved(tmp_path / "run", model)
+
+
+class Recursive(nn.Module):
+    """A model that calls itself, on other inputs, in the middle of its own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(1, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, inner: Tensor | None = None) -> Tensor:
+        h = self.first(x).tanh()
+        if inner is not None:
+            h = h + self(inner).mean()
+        return self.last(h)
+
+
+def test_calls_within_a_call_and_in_threads_each_have_their_own_tags(tmp_path: Path) -> None:
+    model = Recursive()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with record(model, tmp_path / "run", tags=lambda x, *inner: {"id": x[:, 0]}):
+        for step in range(8):
+            outs, x = [], torch.arange(4.0)[:, None] + 4 * step
+            threads = [
+                threading.Thread(target=lambda i=i, x=x, o=outs: o.append(model(x[i], -x[i] - 1)))
+                for i in (slice(0, 1), slice(1, 4))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            torch.cat(outs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = Memory.open(tmp_path / "run")
+    first = memory.layer("first")
+    assert first.patterns["id"].tolist() == first.keys[:, 0].tolist()
+    assert sorted(memory.layer("last").patterns["id"]) == sorted(first.keys[:, 0].tolist())
 
 
 @pytest.mark.parametrize(

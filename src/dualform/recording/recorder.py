@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -81,6 +82,8 @@ class Recorder:
         self._interrupts = Interrupts()
         self._tags = Tags()
         self._tag: Tag | None = None
+        self._open: dict[int, list[Tag]] = {}
+        """With tags=: those of the calls of the model that are under way, by thread."""
         self._calls, self._moves, self._asked = 0, 0, False
         self._parts: _Parts
 
@@ -198,6 +201,12 @@ class Recorder:
         self._before(hand, (), {})
         try:
             yield
+            if not parts.updates.is_moving and parts.keeper.states.changed().any():
+                raise RecordingError(
+                    "`with recorder.update():` moved weights, but no parameter had a gradient when "
+                    "the block began. Call backward() before the block; what moves weights without "
+                    "gradients cannot be recorded"
+                )
         except BaseException:
             parts.updates.break_off()
             self._interrupts.release()
@@ -330,26 +339,34 @@ class Recorder:
         """What is true of a forward call: its tag, whether that is stale, which call it is."""
         self._calls += 1
         tag = self._tag
+        if self._options.tags is not None:
+            tag = next(reversed(self._open.get(threading.get_ident(), [])), None)
         return Context(tag, tag is not None and tag.update != self._moves, self._calls)
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """With tags=: begin the tag of a batch. A hook before the call is not given its keywords,
         so what it says is filled in when the call returns; no pass goes back through it before."""
         if module is self._model and torch.is_grad_enabled():
-            self._tag = Tag({}, self._moves)
+            self._open.setdefault(threading.get_ident(), []).append(Tag({}, self._moves))
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """With tags=: ask the user's function what the batch was."""
-        if module is self._model and self._tag is not None and self._options.tags is not None:
+        own = self._open.get(threading.get_ident())
+        if module is self._model and own and torch.is_grad_enabled() and self._options.tags:
             columns, self._asked = asked(self._options.tags, args, kwargs), True
-            self._tag.columns.update(self._tags.make(self._moves, columns).columns)
-            self._tag = None
+            own.pop().columns.update(self._tags.make(self._moves, columns).columns)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         updates = self._parts.updates
         self._parts.watch.members.follow()
         if self._state != "recording" or not updates.holds(optimizer):
             return None
+        if updates.is_running(self._parts.by_hand):
+            raise RecordingError(
+                "an optimizer took a step, or another block began, inside `with recorder.update():`"
+                "; expected only what the loop moves by hand there. An optimizer's step needs no "
+                "block: call it outside"
+            )
         if not self._moves:
             refuse_ranks()
             if self._options.tags is not None and not self._asked:
@@ -370,6 +387,7 @@ class Recorder:
         if self._state != "recording" or not updates.holds(optimizer):
             return
         try:
+            self._open.clear()  # a call that ended in an exception left its own
             self._moves += 1  # of any optimizer: a step may have several, a tag holds until one
             updates.after(optimizer)
             self._parts.writer.progress.set(self.steps)

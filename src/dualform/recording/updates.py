@@ -111,6 +111,15 @@ class Updates:
         return bool(self._running)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether the optimizer's step that is running was found to move anything."""
+        return any(running.moving for running in self._running)
+
+    def is_running(self, optimizer: Optimizer | None) -> bool:
+        """Whether this optimizer's step is running."""
+        return any(running.optimizer is optimizer for running in self._running)
+
+    @property
     def is_under_way(self) -> bool:
         """Whether an optimizer has moved in a step that is not closed yet."""
         return bool(self._now.moved)
