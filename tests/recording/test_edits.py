@@ -164,6 +164,24 @@ def test_the_best_weights_put_back_at_the_end_spoil_nothing(
 
 
 @each_kind
+def test_a_clamp_after_every_update_leaves_the_last_weights_to_ask(
+    kind: str, tmp_path: Path
+) -> None:
+    """There is no room to keep every state: what the last update left could not be rebuilt."""
+    model = plain()
+    optimizer = KINDS[kind](model.parameters())
+    with record(model, tmp_path / "clamped"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            for p in model.parameters():
+                p.data.clamp_(-0.2, 0.2)
+    memory = Memory.open(tmp_path / "clamped")
+    assert verified(memory, model).passed
+    for name, p in model.named_parameters():
+        assert torch.equal(at(memory, name, STEPS, {"tests.recording.rules.Lion": Lion}), p)
+
+
+@each_kind
 def test_restored_weights_and_states_are_a_rewind(kind: str, tmp_path: Path) -> None:
     model = network()
     optimizer = KINDS[kind](model.parameters())

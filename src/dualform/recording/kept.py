@@ -74,6 +74,8 @@ class Keeper:
         """Whether anything but updates changed the state since the last fingerprint."""
         self._bytes, self._small_bytes = 0, 0
         self._found: set[str] = set()
+        self.lost: set[str] = set()
+        """What was changed when there was no room to keep it: no patterns lead on from there."""
         self.frozen: dict[int, str] = {}
         """Digests of parameters that no optimizer has moved, by index."""
         self._history: History = []
@@ -93,6 +95,7 @@ class Keeper:
         return self._keep(step, self._copies(watched, only=""))
 
     def _keep(self, step: int, copies: Copies) -> int:
+        self.lost -= {w.name for w, _ in copies}
         own = ((w.name, *item) for w, found in copies for item in found.items())
         return sum(self._put(what, name, step, value) for name, what, value in own)
 
@@ -137,6 +140,8 @@ class Keeper:
         if any(w.name not in self._found for w in watched) or self._has_room(watched):
             self._found |= {w.name for w in watched}
             self._bytes += self.snapshot(step, watched)
+        else:
+            self.lost |= {w.name for w in watched}
 
     def _has_room(self, watched: Iterable[Watched]) -> bool:
         size = sum(w.tensor.nbytes * 2 for w in watched)

@@ -194,7 +194,12 @@ class Updates:
             self.close_step()
         changed = states.changed() | (states.differ() if broken else False)
         back = states.step_of_weights() if changed.any() else self.step
-        if back != self.step:
+        others = [self.watch.parameters[i] for i in np.flatnonzero(changed)]
+        if back is None and any(w.name in self.keeper.lost for w in others):
+            # as after every update (a clamp, say): what the last one left could not be rebuilt
+            self._edited(others, self.step)
+            changed[:] = False
+        elif back != self.step:
             which = "its weights are those of no recorded step"
             if back is not None:
                 which = f"its weights are those after update {back}"
