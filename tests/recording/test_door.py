@@ -666,3 +666,22 @@ def test_things_in_each_others_place_are_said_so(tmp_path: Path) -> None:
     for strength in (3, -0.5, float("nan"), "all"):
         with pytest.raises(dualform.QueryError, match="expected a number from 0 to 1"):
             dual.without(label=1, strength=strength)  # type: ignore[arg-type]
+
+
+def test_tags_are_asked_for_inside_a_closure_too(tmp_path: Path) -> None:
+    """As Lightning trains: the first call of the model is inside the optimizer's step."""
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with record(model, tmp_path / "run", tags=lambda x: {"first": x[:, 0]}):
+        for step in range(4):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                x, y = batch(step)
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+    layer = proved(tmp_path / "run", model).layer("0")
+    assert layer.patterns["first"].tolist() == layer.keys[:, 0].tolist()

@@ -53,7 +53,7 @@ from dualform.recording.sink import Sink
 from dualform.recording.states import States
 from dualform.recording.tags import Context, Tag, Tags, asked
 from dualform.recording.trial import ByHand
-from dualform.recording.updates import ANCHOR, Updates
+from dualform.recording.updates import ANCHOR, Updates, closure_of
 from dualform.recording.watched import Flags, Watch, is_empty, listed
 from dualform.recording.worker import Worker
 
@@ -369,18 +369,23 @@ class Recorder:
             )
         if not self._moves:
             refuse_ranks()
-            if self._options.tags is not None and not self._asked:
-                raise RecordingError(
-                    "tags= was never called: it is called with the inputs of the very model that "
-                    "is recorded, and only parts of that were called. Record the part that is "
-                    "called, or call recorder.tag(...) with every batch"
-                )
+            if closure_of(args, kwargs) is None:  # else it is yet to call the model
+                self._must_have_asked()
         self._interrupts.hold()  # until the update is written down, in _after
         try:
             return updates.before(optimizer, args, kwargs)
         except BaseException:
             self._interrupts.release()
             raise
+
+    def _must_have_asked(self) -> None:
+        """Raise where tags= is given, and the first update is there without its being called."""
+        if self._moves <= 1 and self._options.tags is not None and not self._asked:
+            raise RecordingError(
+                "tags= was never called: it is called with the inputs of the very model that "
+                "is recorded, and only parts of that were called. Record the part that is "
+                "called, or call recorder.tag(...) with every batch"
+            )
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         updates = self._parts.updates
@@ -394,6 +399,7 @@ class Recorder:
         finally:
             if not updates.is_open:
                 self._interrupts.release()
+        self._must_have_asked()
         self._findings.raise_trouble()
 
     def _on_step(self, line: Line) -> None:

@@ -147,7 +147,7 @@ class Updates:
         self._running.append(running)
         if id(optimizer) in self._wrappers:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self.look(running)
             return None
@@ -486,6 +486,11 @@ class Updates:
             say_unmoved(watch, keeper.states, self.findings)
         if watch.unsaid:
             say_values(watch, self.findings)
+
+
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure that a hook before an optimizer's step sees, if it is given one."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def skips(optimizer: Any) -> bool:
