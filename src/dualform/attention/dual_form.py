@@ -40,9 +40,10 @@ ROUNDINGS = 64
 class DualForm:
     """A network as attention over the patterns it was trained on.
 
-    `model` is the recorded architecture (its own weights matter to `verify` only; it is never
-    modified); None suffices for questions that need no forward pass. `optimizer` hands in the class
-    (or classes) of a learning rule that is not torch's own: no name in a file is ever imported.
+    `model` is the recorded architecture (its own weights matter to `verify`, and where a digest
+    alone is kept; it is never modified); None suffices for questions that need no forward pass.
+    `optimizer` hands in the class (or classes) of a learning rule that is not torch's own: no name
+    in a file is ever imported.
 
     Example:
         >>> import dualform
