@@ -27,7 +27,7 @@ from dualform.attention.masks import Mask, as_rows, as_strength
 from dualform.attention.spotlight import Attention, Spotlight, is_whole
 from dualform.attention.targets import Aim, index_of, is_margin
 from dualform.attention.view import View, layers_named
-from dualform.certificate import Check, Verification, step_of, verify
+from dualform.certificate import ANOTHER, Check, Verification, step_of, verify
 from dualform.errors import QueryError
 from dualform.layers import layer_by_layer
 from dualform.learning_rules import classes
@@ -176,7 +176,7 @@ class DualForm:
         found = verify(
             self.memory, model, every_step=every_step, optimizer=self._handed, progress=progress
         )
-        if inputs or kwargs:
+        if (inputs or kwargs) and found.model != ANOTHER:
             found = replace(found, checks=(*found.checks, self._outputs(inputs, kwargs)))
         return found
 
