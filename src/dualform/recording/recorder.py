@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -50,7 +49,7 @@ from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.states import States
-from dualform.recording.tags import Context, Tag, Tags, asked
+from dualform.recording.tags import Tags
 from dualform.recording.trial import ByHand
 from dualform.recording.updates import ANCHOR, Updates
 from dualform.recording.watched import Flags, Watch, is_empty, listed
@@ -79,9 +78,7 @@ class Recorder:
         self._is_in_with = False
         self._findings = Findings(options.audit)
         self._interrupts = Interrupts()
-        self._tags = Tags()
-        self._tag: Tag | None = None
-        self._calls, self._moves, self._asked = 0, 0, False
+        self._tags = Tags(options.tags)
         self._parts: _Parts
 
     def __deepcopy__(self, memo: Any) -> Recorder:
@@ -173,12 +170,7 @@ class Recorder:
             >>> recorder.tag(example=[3, 1, 4], label=[0, 7, 7], task="digits")   # doctest: +SKIP
         """
         self._must_be_recording("tag")
-        if self._options.tags is not None:
-            raise RecordingError(
-                "recorder.tag(...) was called, though tags= names the patterns already; use one of "
-                "the two"
-            )
-        self._tag = self._tags.make(self._moves, columns)
+        self._tags.give(columns)
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -269,14 +261,13 @@ class Recorder:
             updates.begin(step)
             if resumed is not None:
                 resumed.restore(self._tags, self._findings, updates, keeper)
-                self._tag = self._tags.forgotten()
             capture = Capture(
                 model,
                 {layer: module for layer, module in found.items() if layer in watch.sites},
                 on_use=passes.take,
                 on_new_layer=lambda layer: watch.add(layer, keep.word(layer)),
                 on_values=self._make_values,
-                context=self._context,
+                context=self._tags.context,
                 by_examples=lambda layer: watch.sites[layer].keep == "examples",
             )
             declined = {layer.weight for layer in found if layer not in watch.sites}
@@ -297,12 +288,8 @@ class Recorder:
             self._parts.handles = [
                 register_optimizer_step_pre_hook(self._before),
                 register_optimizer_step_post_hook(self._after),
+                *self._tags.follow(model),
             ]
-            if options.tags is not None:
-                self._parts.handles += [
-                    torch_module.register_module_forward_pre_hook(self._called),
-                    torch_module.register_module_forward_hook(self._returned, with_kwargs=True),
-                ]
             undo.pop_all()
 
     def _make_values(self, parameter: str, reason: str) -> None:
@@ -326,38 +313,14 @@ class Recorder:
 
     # -- torch's hooks --------------------------------------------------------------------------
 
-    def _context(self) -> Context:
-        """What is true of a forward call: its tag, whether that is stale, which call it is."""
-        self._calls += 1
-        tag = self._tag
-        return Context(tag, tag is not None and tag.update != self._moves, self._calls)
-
-    def _called(self, module: nn.Module, args: Any) -> None:
-        """With tags=: begin the tag of a batch. A hook before the call is not given its keywords,
-        so what it says is filled in when the call returns; no pass goes back through it before."""
-        if module is self._model and torch.is_grad_enabled():
-            self._tag = Tag({}, self._moves)
-
-    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """With tags=: ask the user's function what the batch was."""
-        if module is self._model and self._tag is not None and self._options.tags is not None:
-            columns, self._asked = asked(self._options.tags, args, kwargs), True
-            self._tag.columns.update(self._tags.make(self._moves, columns).columns)
-            self._tag = None
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         updates = self._parts.updates
         self._parts.watch.members.follow()
         if self._state != "recording" or not updates.holds(optimizer):
             return None
-        if not self._moves:
+        if not self._tags.moves:
             refuse_ranks()
-            if self._options.tags is not None and not self._asked:
-                raise RecordingError(
-                    "tags= was never called: it is called with the inputs of the very model that "
-                    "is recorded, and only parts of that were called. Record the part that is "
-                    "called, or call recorder.tag(...) with every batch"
-                )
+            self._tags.must_be_asked()
         self._interrupts.hold()  # until the update is written down, in _after
         try:
             return updates.before(optimizer, args, kwargs)
@@ -370,7 +333,7 @@ class Recorder:
         if self._state != "recording" or not updates.holds(optimizer):
             return
         try:
-            self._moves += 1  # of any optimizer: a step may have several, a tag holds until one
+            self._tags.moves += 1
             updates.after(optimizer)
             self._parts.writer.progress.set(self.steps)
         finally:
@@ -397,8 +360,8 @@ class Recorder:
     def _commit(self) -> None:
         parts = self._parts
         parts.passes.worker.wait()
-        tags = {"columns": dict(self._tags.kinds), "strings": self._tags.new_strings()}
-        news = self._findings.news() | parts.updates.news() | parts.watch.news() | tags
+        tellers = self._findings, parts.updates, parts.watch, self._tags
+        news = {what: fresh for teller in tellers for what, fresh in teller.news().items()}
         parts.sink.commit(parts.keeper.take(), news)
 
     # -- the end --------------------------------------------------------------------------------
