@@ -244,7 +244,7 @@ class _Plan(NamedTuple):
         kept, first, later, moved, small = memory.kept, 0, 0, 0, 0
         for name in memory.parameters:
             steps = kept.steps(name)
-            if steps == (0,) and kept.digest(name):
+            if kept.digest(name):
                 continue
             size = kept.weights(name, steps[0]).nbytes
             first += size + sum(t.nbytes for t in tensors_in(kept.state(name, 0)))

@@ -78,9 +78,10 @@ def test_first_order_means_the_derivative_of_scaling_what_a_pattern_wrote(run: A
     for layer in ("fc1", "fc2", "fc3"):
         table = run.dual.contribute(x, target=0, layer=layer).sum_by("label")
         written += float(table["contribution"][table["label"] == 1][0])
-    weaker = float(run.dual.without(label=1, strength=h)(x)[0, 0])
-    stronger = float(run.dual.without(label=1, strength=-h)(x)[0, 0])
-    assert (stronger - weaker) / (2 * h) == pytest.approx(written, rel=1e-6)
+    whole, less, least = (
+        float(run.dual.without(label=1, strength=strength)(x)[0, 0]) for strength in (0, h, 2 * h)
+    )
+    assert (3 * whole - 4 * less + least) / (2 * h) == pytest.approx(written, rel=1e-6)
 
 
 def test_groups_examples_and_patterns_tell_the_same_total(run: Any) -> None:

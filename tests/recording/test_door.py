@@ -539,7 +539,7 @@ def test_a_base_that_is_trained_later_is_kept_from_then_on(edited: bool, tmp_pat
             update(model, optimizer, step)
             states[step + 1] = state_of(model)
     memory = proved(tmp_path / "run", model, None if edited else states)
-    assert (memory.kept.digest("base.weight") is None) == (not edited)
+    assert memory.kept.steps("base.weight")[0] == 6 * edited
     for step in (7, STEPS):
         found = dualform.DualForm(model, memory).at(step).weights()["base.weight"]
         assert torch.equal(found, states[step]["base.weight"])
@@ -556,3 +556,50 @@ def test_a_run_with_a_base_that_is_not_trained_is_gone_on_with(tmp_path: Path) -
     memory = Memory.open(tmp_path / "run")
     assert memory.steps == STEPS
     assert dualform.DualForm(model, memory).verify(every_step=True).passed
+
+
+def test_nodes_that_are_looked_up_in_order_keep_their_tags(tmp_path: Path) -> None:
+    """Of a table of positions too, where examples have as many."""
+    nodes = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4))
+    optimizer = SGD(nodes.parameters(), lr=0.1)
+    with record(nodes, tmp_path / "nodes") as recorder:
+        recorder.tag(label=[3, 1, 4, 1, 5])
+        nodes(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+    memory = Memory.open(tmp_path / "nodes")
+    assert memory.layer("0").patterns["label"].tolist() == [3, 1, 4, 1, 5]
+
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(9, 8), nn.Embedding(5, 8)
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.words(x) + self.places(torch.arange(x.shape[1])))
+
+    text = Text()
+    optimizer = SGD(text.parameters(), lr=0.1)
+    with record(text, tmp_path / "text") as recorder:
+        recorder.tag(label=[3, 1, 4, 1, 5])
+        text(torch.randint(9, (5, 5))).square().sum().backward()
+        optimizer.step()
+    memory = Memory.open(tmp_path / "text")
+    assert memory.layer("words").patterns["label"].tolist() == [
+        x for x in (3, 1, 4, 1, 5) for _ in "12345"
+    ]
+    assert set(memory.layer("places").patterns["label"]) == {None}
+
+
+def test_things_in_each_others_place_are_said_so(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with record(model, tmp_path / "run") as recorder:
+        recorder.tag(label=batch(0)[1])
+        update(model, optimizer, 0)
+    with pytest.raises(dualform.QueryError, match=r"exchanged. Write DualForm\(model, memory\)"):
+        dualform.DualForm(tmp_path / "run", model)  # type: ignore[arg-type]
+    dual = dualform.DualForm(model, tmp_path / "run")
+    for strength in (3, -0.5, float("nan"), "all"):
+        with pytest.raises(dualform.QueryError, match="expected a number from 0 to 1"):
+            dual.without(label=1, strength=strength)  # type: ignore[arg-type]

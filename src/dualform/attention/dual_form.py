@@ -58,6 +58,8 @@ class DualForm:
         *,
         optimizer: type[Optimizer] | Iterable[type[Optimizer]] | None = None,
     ) -> None:
+        if isinstance(memory, nn.Module):
+            raise QueryError("model and memory are exchanged. Write DualForm(model, memory)")
         memory = Memory.open(memory) if isinstance(memory, (str, Path)) else memory
         if not isinstance(memory, Memory):
             raise QueryError(

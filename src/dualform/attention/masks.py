@@ -10,6 +10,7 @@ keep.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,12 +118,10 @@ def as_rows(rows: Any) -> NDArray[np.bool_] | None:
 
 def as_strength(strength: Any) -> float:
     """A mask's strength as a number."""
-    try:
-        return float(strength)
-    except (TypeError, ValueError):
-        raise QueryError(
-            f"strength={strength!r}: expected a finite number, 1 takes all of it away"
-        ) from None
+    with suppress(TypeError, ValueError):
+        if 0.0 <= float(strength) <= 1.0:
+            return float(strength)
+    raise QueryError(f"strength={strength!r}: expected a number from 0 to 1, which takes all away")
 
 
 def _short(value: Any) -> str:

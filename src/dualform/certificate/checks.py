@@ -84,8 +84,8 @@ def verify(
     if model is not None and not all(check.passed for check in compared):
         own = (c for c in compared if memory.log(c.parameter).moved.any())
         place = ANOTHER if (at := step_of(memory, model)) is None else at
-        if place == ANOTHER and any(check.passed for check in own):  # one that was edited
-            place = ""
+        if place == memory.steps or (place == ANOTHER and any(check.passed for check in own)):
+            place = ""  # the last one, edited
     checks += compared if place == "" else []
     verdicts = {name: found.verdict for name, found in judged.items()}
     return Verification(memory.steps, verdicts, tuple(checks), memory.hashes, memory.remarks, place)
@@ -110,7 +110,7 @@ class Judged:
     def __init__(self, record: Record, known: Classes, every_step: bool, factors: Factors) -> None:
         self._record, self._known, self._factors = record, known, factors
         self._memory, self._name, self._dtype = record.memory, record.known.name, record.known.dtype
-        if self._memory.kept.steps(self._name) == (0,) and self._memory.kept.digest(self._name):
+        if self._memory.kept.digest(self._name):
             self.checks = dict[str, Check]()
             self.verdict = Verdict(self._name, KEPT, "not trained: of its weights a digest is kept")
             return
@@ -210,7 +210,7 @@ def compare(memory: Memory, name: str, model: nn.Module) -> Check:
     the last update: equal to the bit, or not."""
     last, own = memory.kept.steps(name)[-1], dict(model.named_parameters()).get(name)
     now, kept, off = torch.empty(0) if own is None else own.detach().cpu(), memory.kept, inf
-    if not last and kept.digest(name):
+    if kept.digest(name):
         return Check(name, "weights", float(not kept.is_kept_as(name, 0, now)), 0.0, 0)
     if last < memory.steps:
         marked = int(memory.marks[-1, 0, memory.parameters[name].index])

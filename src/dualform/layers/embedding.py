@@ -11,6 +11,7 @@ could be compared (and `finding.kept_short` names those whose weight `max_norm` 
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import replace
 from typing import ClassVar
 
@@ -57,10 +58,13 @@ class EmbeddingKind(Kind):
             signal = signal.masked_fill((given == padding).unsqueeze(-1), 0.0)
         return super().rows(layer, given, signal)
 
-    def has_tags(self, keys: Tensor, shape: Shape) -> bool:
-        """Positions, 0, 1, 2, … in order, are looked up once for all examples: they have no tag."""
-        in_order = torch.arange(len(keys)).to(keys)
-        return not (len(shape) == 1 and len(keys) > 1 and torch.equal(keys[:, 0], in_order))
+    def has_tags(self, layer: Layer, keys: Tensor, shape: Shape, lengths: Set[int]) -> bool:
+        """Positions, 0, 1, 2, … in order, are looked up once for all examples: they have no tag.
+        A whole table looked up in order is one of examples (nodes), unless they have positions."""
+        count, in_order = len(keys), torch.arange(len(keys)).to(keys)
+        if len(shape) != 1 or count < 2 or not torch.equal(keys[:, 0], in_order):
+            return True
+        return count == layer.in_features and count not in lengths
 
     def attention(self, queries: Tensor, keys: Tensor) -> Tensor:
         return (queries == keys.T).to(torch.float64)

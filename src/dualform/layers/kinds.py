@@ -11,6 +11,7 @@ own operation on the same numbers in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from math import prod
 from typing import ClassVar
 
@@ -82,8 +83,9 @@ class Kind(ABC):
         """Keys, error signals and leading shape of one use: views wherever that is possible."""
         return self.keys(given), self.error_signals(signal), self.leading(given)
 
-    def has_tags(self, keys: Tensor, shape: Shape) -> bool:
-        """Whether patterns of one use belong to the examples of the batch, and get their tags."""
+    def has_tags(self, layer: Layer, keys: Tensor, shape: Shape, lengths: Set[int]) -> bool:
+        """Whether patterns of one use belong to the examples of the batch, and get their tags;
+        `lengths`: how many positions examples have in other layers."""
         return True
 
     def layout(self, given: Tensor, signal: Tensor) -> int:

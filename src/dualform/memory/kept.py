@@ -46,12 +46,12 @@ class Kept:
 
     def steps(self, parameter: str) -> tuple[int, ...]:
         """After how many updates its state was kept, ascending."""
-        return tuple(sorted({*self._where("weights", parameter), *self._where(DIGEST, parameter)}))
+        return tuple(self._where("weights", parameter) or self._where(DIGEST, parameter))
 
     def digest(self, parameter: str) -> str | None:
-        """The digest of a large parameter that was not trained when recording began: of its first
-        state nothing else is kept, unless it was trained later. None for all others."""
-        is_kept = 0 in self._where("weights", parameter) or not self._where(DIGEST, parameter)
+        """The digest of a large parameter that was never trained: of its weights nothing else is
+        kept. None for all others."""
+        is_kept = self._where("weights", parameter) or not self._where(DIGEST, parameter)
         return None if is_kept else str(self._plain(DIGEST, parameter, 0))
 
     def lend(self, named: Mapping[str, Tensor]) -> None:

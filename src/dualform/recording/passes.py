@@ -56,6 +56,8 @@ class Passes:
         self._running: int | None = None
         self._count = self._arrived = 0
         self._tags: set[Tag] = set()
+        self._lengths: set[int] = set()
+        """How many positions examples have in the layers that the running pass came through."""
         self._parcel: Parcel = []
         self._size = 0
 
@@ -98,6 +100,7 @@ class Passes:
             self.on_begin()
         self._running = torch_internals.running_pass()
         self._count, self._arrived = self._count + 1, 0
+        self._lengths = set()
         torch_internals.at_end_of_pass(self._end)
         self.worker.wait()
         grads = [w.tensor.grad for w in self.watch.parameters]
@@ -152,9 +155,10 @@ class Passes:
     def _keep(self, parcel: Parcel, is_summing: bool) -> None:
         for site, key, signal, of_key, of_signal, shape, context, number, order, layout in parcel:
             tag, moves, call = context
+            self._lengths.update(shape[1:2])
             if tag is not None:
                 name, must_fit = site.layer.name, site.kind.tags_must_fit
-                if not site.kind.has_tags(key, shape):
+                if not site.kind.has_tags(site.layer, key, shape, self._lengths):
                     tag = None
                 else:
                     self._tags.add(tag)

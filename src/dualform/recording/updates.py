@@ -279,8 +279,8 @@ class Updates:
         back = self.keeper.states.restored()
         if back == step:  # an update was broken off before it began
             return
-        self.keeper.is_edited = True
         if back is not None:
+            self.keeper.is_edited = True
             self.findings.remark(
                 f"before step {step} weights and optimizer were put back to what they were "
                 f"after {back} updates; what was learned since then is not part of the network"
@@ -288,7 +288,11 @@ class Updates:
             names = [w.name for w in self.watch]
             self.findings.event(step, "rewind", "a recorded state was restored", names, to=back)
             return
-        edited = [self.watch.parameters[i] for i in np.flatnonzero(changed)]
+        self._edited([self.watch.parameters[i] for i in np.flatnonzero(changed)], step)
+
+    def _edited(self, edited: list[Watched], step: int) -> None:
+        """Keep what was changed between two updates: from here on there is a remainder."""
+        self.keeper.is_edited = True
         names = [w.name for w in edited]
         if not any(event["what"] == "edited" for event in self.findings.events):
             self.findings.remark(
@@ -305,7 +309,7 @@ class Updates:
         if not replaced:
             return
         if changed := self.keeper.thaw(replaced):
-            self._write_down_edit(self.watch.among(changed), self.step)
+            self._edited(changed, self.step)
         had_another = any(states.owner[w.index] is not None for w in replaced)
         states.take_over(optimizer, replaced)
         is_warm = any(map(states.state, replaced))
