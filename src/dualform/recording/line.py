@@ -43,4 +43,5 @@ class Line:
 
 def stacked(lines: list[Line]) -> dict[str, NDArray[np.generic]]:
     """The lines of a segment as the log's columns, [steps, parameters]."""
-    return {f.name: np.stack([getattr(line, f.name) for line in lines]) for f in fields(Line)}
+    names = [f.name for f in fields(Line)] if lines else []
+    return {name: np.stack([getattr(line, name) for line in lines]) for name in names}

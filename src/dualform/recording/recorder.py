@@ -39,13 +39,11 @@ from dualform.layers import (
     reasons_for_values,
 )
 from dualform.memory.writing import MemoryWriter, environment
-from dualform.recording.contents import Contents
 from dualform.recording.findings import Findings
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.kept import Keeper
 from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.recurring import Recurring
 from dualform.recording.resuming import Resumption, phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.states import States
@@ -272,9 +270,9 @@ class Recorder:
             )
             declined = {layer.weight for layer in found if layer not in watch.sites}
             capture.are_values |= declined - {layer.weight for layer in watch.sites}
-            recurring = Recurring(None if resumed is None else resumed.stored_keys)
-            contents = Contents(watch, self._tags.kinds, options.stored, recurring)
-            sink = Sink(writer, watch.sites, contents, options.segment_bytes, step)
+            known = None if resumed is None else resumed.stored_keys
+            stored, size = options.stored, options.segment_bytes
+            sink = Sink(writer, watch, self._tags.kinds, stored, known, size, step)
             self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
             updates.on_step = self._on_step
             for w in watch:
