@@ -34,11 +34,11 @@ class Line:
         setting = np.full(count, -1, np.int32)
         return cls(no[0], setting, no[1], no[2], none[0], no[3], none[1], marks[0], marks[1])
 
-    def clear(self, indices: list[int]) -> None:
+    def clear(self, among: Flags) -> None:
         """Write down of some parameters that nothing has happened to them."""
-        blank = Line.blank(len(indices))
+        blank = Line.blank(len(among))
         for f in fields(self):
-            getattr(self, f.name)[indices] = getattr(blank, f.name)
+            np.copyto(getattr(self, f.name), getattr(blank, f.name), where=among)
 
 
 def stacked(lines: list[Line]) -> dict[str, NDArray[np.generic]]:

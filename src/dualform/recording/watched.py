@@ -36,6 +36,7 @@ SMALL = 1 << 12
 """Up to this many entries a parameter without patterns is kept after every update."""
 
 KEYS_ALONE = "its layer keeps keys alone"
+BY_HAND = "is moved by hand, by a rule that is not known"
 
 FIRST_BYTES = 1 << 20
 """About how large a part's first region is."""
