@@ -42,15 +42,14 @@ from dualform.memory.writing import MemoryWriter, environment
 from dualform.recording.findings import Findings
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.kept import Keeper
-from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.resuming import Resumption, phase, reopened
+from dualform.recording.resuming import phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.states import States
 from dualform.recording.tags import Tags
 from dualform.recording.trial import ByHand
 from dualform.recording.updates import ANCHOR, Updates
-from dualform.recording.watched import Flags, Watch, is_empty, listed
+from dualform.recording.watched import Flags, Line, Watch, is_empty
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
@@ -264,7 +263,7 @@ class Recorder:
                 {layer: module for layer, module in found.items() if layer in watch.sites},
                 on_use=passes.take,
                 on_new_layer=lambda layer: watch.add(layer, keep.word(layer)),
-                on_values=self._make_values,
+                on_values=lambda name, why: watch.make_values(watch.named(name), why),
                 context=self._tags.context,
                 by_examples=lambda layer: watch.sites[layer].keep == "examples",
             )
@@ -277,7 +276,15 @@ class Recorder:
             updates.on_step = self._on_step
             for w in watch:
                 watch.unknown[w.index] = not is_empty(w.tensor.grad)
-            writer.begin(self._description(resumed, step))
+            description = {
+                "every": options.every,
+                "stored": str(options.stored or torch.float32).removeprefix("torch."),
+                "environment": environment(),
+                "parameters": [described(w.name, w.tensor) | watch.coverage(w) for w in watch],
+                "buffers": [described(*named) for named in model.named_buffers()],
+                "phases": [phase(step, None)] if resumed is None else resumed.phases,
+            }
+            writer.begin(description)
             keeper.begin(step, keeper.freeze(watch) if resumed is None or not step else [])
             keeper.keep_buffers(step)
             states.take()
@@ -289,25 +296,6 @@ class Recorder:
                 *self._tags.follow(model),
             ]
             undo.pop_all()
-
-    def _make_values(self, parameter: str, reason: str) -> None:
-        """Keep a parameter as values: it is used in a way that has no patterns."""
-        watch = self._parts.watch
-        watch.make_values(watch.named(parameter), reason)
-
-    def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
-        parts, options = self._parts, self._options
-        stored = options.stored
-        return {
-            "every": options.every,
-            "stored": str(stored or torch.float32).removeprefix("torch."),
-            "environment": environment(),
-            "parameters": [
-                described(w.name, w.tensor) | parts.watch.coverage(w) for w in parts.watch
-            ],
-            "buffers": [described(*named) for named in self._model.named_buffers()],
-            "phases": [phase(step, None)] if resumed is None else resumed.phases,
-        }
 
     # -- torch's hooks --------------------------------------------------------------------------
 
@@ -360,7 +348,8 @@ class Recorder:
         parts.passes.worker.wait()
         tellers = self._findings, parts.updates, parts.watch, self._tags
         news = {what: fresh for teller in tellers for what, fresh in teller.news().items()}
-        parts.sink.commit(parts.keeper.take(), news)
+        kept, parts.keeper.kept = parts.keeper.kept, []
+        parts.sink.commit(kept, news)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -373,11 +362,8 @@ class Recorder:
         try:
             parts.passes.finish()
             parts.watch.members.follow()
-            if found := parts.watch.converted():
-                self._findings.remark(
-                    f"{listed([w.name for w in found])}: became {found[0].became} after update "
-                    f"{updates.step}; the memory ends with what it was"
-                )
+            if said := parts.watch.converted():
+                self._findings.remark(f"{said}; the memory ends with what it was")
             changed = updates.end()
             if kind is None and not updates.step:
                 say = self._findings.remark if self._options.resume else self._findings.warn

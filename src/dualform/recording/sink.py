@@ -29,15 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import Layer
-from dualform.memory.content import SegmentContent, use_table
+from dualform.memory.content import Kept, SegmentContent, use_table
 from dualform.memory.narrowing import lost_in_use, narrowed
 from dualform.memory.writing import MemoryWriter
-from dualform.recording.kept import Kept
-from dualform.recording.line import Line, stacked
 from dualform.recording.recurring import Known, Recurring
 from dualform.recording.regions import Region
 from dualform.recording.tags import TagColumns, positions
-from dualform.recording.watched import LayerCall, Settled, Site, Watch
+from dualform.recording.watched import LayerCall, Line, Settled, Site, Watch, stacked
 from dualform.recording.worker import Worker
 
 SETS = 3
@@ -107,10 +105,10 @@ class Sink:
                 other = spare.pop((layer, part), None)
                 if other is None:
                     other = Region(region.width, region.dtype, region.rows + region.rows // 8)
-                other.cut(0)
+                other.rows = 0
                 if region.rows > site.settled:
                     other.append(region.filled[site.settled :])
-                region.cut(site.settled)
+                region.rows = site.settled
                 full[layer, part], site.parts[part] = region, other
             uses[layer], site.uses, site.settled = site.uses, [], 0
         lines, first = self._lines, self._first_step
@@ -169,7 +167,7 @@ class Sink:
             self._failure = error
         for key, region in list(full.items()):
             if region.rows:
-                region.cut(0)
+                region.rows = 0
             else:
                 del full[key]  # not seen for a whole segment: give its memory back
         self._free.put(full)

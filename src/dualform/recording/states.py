@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.certificate.marks import Marks, Words, remembered
+from dualform.certificate.marks import Marks, Words, nature_of, remembered
 from dualform.recording.watched import Flags, Watch, Watched
 
 Numbers = NDArray[np.uint32]
@@ -46,7 +46,7 @@ class States:
 
     def weights(self, w: Watched) -> Tensor:
         """A parameter; of one in another dtype, or shape, than the memory says, what it was."""
-        return self._weights.seen[w.index] if w.is_converted else w.tensor.detach()
+        return w.tensor.detach() if nature_of(w.tensor) == w.nature else self._weights.seen[w.index]
 
     def state(self, w: Watched) -> dict[str, Any]:
         """What the optimizer remembers of a parameter."""
@@ -55,7 +55,8 @@ class States:
 
     def now(self) -> Numbers:
         """The marks of weights and of what optimizers remember, as they are: [2, P]."""
-        return self._numbered(self._sampled())
+        weights = self._weights.numbers(self._sampled())
+        return np.stack([weights, self._states.numbers(self._states.sampled())])
 
     def _sampled(self) -> Words:
         """Read the entries of weights; look tensors up again where there are new ones."""
@@ -68,14 +69,11 @@ class States:
             self._states = Marks([remembered(self.state(w)) for w in self._watch])
         return self._weights.sampled()
 
-    def _numbered(self, weights: Words) -> Numbers:
-        states = self._states.numbers(self._states.sampled())
-        return np.stack([self._weights.numbers(weights), states])
-
     def take(self) -> None:
         """Take the marks of this moment: an update was made."""
         self._last = self._sampled()
-        self._numbers = self._numbered(self._last)
+        states = self._states.numbers(self._states.sampled())
+        self._numbers = np.stack([self._weights.numbers(self._last), states])
 
     def remember(self, step: int) -> Numbers:
         """Give the marks as last taken: they are those after so many updates."""

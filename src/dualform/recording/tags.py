@@ -91,11 +91,8 @@ def _fits(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
     """Whether `values` can be laid over patterns of a leading shape."""
     if values.ndim == 1:
         return (shape[:1] or (1,)) == values.shape
-    return values.ndim == 0 or _is_per_position(values, shape) or shape == values.shape[:1]
-
-
-def _is_per_position(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    return shape[:2] == values.shape or shape == (values.size,)
+    is_pooled = shape == values.shape[:1]
+    return values.ndim == 0 or is_pooled or values.shape == shape[:2] or shape == (values.size,)
 
 
 def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -103,7 +100,7 @@ def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     rows = prod(shape)
     if values.ndim == 0:
         return np.full(rows, values[()])
-    if values.ndim == 1 or _is_per_position(values, shape):
+    if values.ndim == 1 or values.shape == shape[:2] or shape == (values.size,):
         return np.repeat(values.ravel(), rows // max(1, values.size))
     # a value per position, a pooled layer
     return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)

@@ -44,17 +44,14 @@ class Trial:
     def __init__(self, watch: Watch, findings: Findings) -> None:
         self._watch, self._findings = watch, findings
         self._done: dict[str, int] = {}
+        self._path = HAND
+        """By which class the update that is under way is made."""
         self._copies: list[tuple[Watched, Setting, OneParameter, Tensor]] = []
 
     def begin(self, optimizer: Optimizer, moving: list[Watched], settings: list[Setting]) -> None:
         """Copy what an update of a class from elsewhere starts from."""
         self._copies = []
-        path = settings[0].path
-        if rule_of(path) is None and path != HAND:
-            self._findings.remark(
-                f"{path} is not known to be linear in its gradients: verify, at and attend work; "
-                "contributions and masks do not reach what it moved"
-            )
+        path = self._path = settings[0].path
         if path == HAND:
             self._make_values(moving, BY_HAND)
         elif path in KEPT_STATES_ONLY:
@@ -69,6 +66,11 @@ class Trial:
 
     def end(self) -> None:
         """Take the same update with copies; parameters that go elsewhere are values."""
+        if self._path != HAND and rule_of(self._path) is None:
+            self._findings.remark(
+                f"{self._path} is not known to be linear in its gradients: verify, at and attend "
+                "work; contributions and masks do not reach what it moved"
+            )
         copies, self._copies = self._copies, []
         if not all(_goes_there(*copied) for copied in copies):
             self._make_values([w for w, *_ in copies], f"{copies[0][1].path} {ALONE}")

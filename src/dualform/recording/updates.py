@@ -31,10 +31,9 @@ from dualform.learning_rules import SeenSettings, Setting
 from dualform.recording.findings import Findings
 from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
-from dualform.recording.line import Line
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
-from dualform.recording.watched import KEYS_ALONE, Flags, Watch, Watched, listed
+from dualform.recording.watched import KEYS_ALONE, Flags, Line, Watch, Watched, listed
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -203,7 +202,7 @@ class Updates:
                 which = f"its weights are those after update {back}"
                 values = changed & ~self.watch.resolved
                 kept = [self.watch.parameters[i] for i in np.flatnonzero(values)]
-                self.keeper.keep_weights(back, kept)
+                self.keeper.keep(back, kept, "")
             self.findings.remark(
                 f"the model was changed after its last update, {self.step}, where this memory "
                 f"ends: {which}"
@@ -335,7 +334,7 @@ class Updates:
                 "there: what it remembered is part of the remainder"
             )
         elif had_another or is_warm:
-            self.keeper.snapshot(self.step, replaced)
+            self.keeper.keep(self.step, replaced)
             self.keeper.is_edited = True
         else:
             return
