@@ -42,6 +42,7 @@ class States:
         """Give parameters to another optimizer; one that has none left is forgotten."""
         for w in watched:
             self.owner[w.index] = optimizer
+        self._known = []  # so that states are looked up anew
         self.owners = list({id(o): o for o in self.owner if o is not None}.values())
 
     def weights(self, w: Watched) -> Tensor:
@@ -63,7 +64,7 @@ class States:
         held = (own.values() for owner in self.owners for own in owner.state.values())
         known = [id(value) for own in held for value in own if type(value) is Tensor]
         known.append(self._watch.members.replaced)
-        if known != self._known or not self._states.tensors:
+        if known != self._known:
             self._known = known
             self._weights.tensors = [w.tensor for w in self._watch]
             self._states = Marks([remembered(self.state(w)) for w in self._watch])
