@@ -1,16 +1,19 @@
 """The documentation is code: its examples run, its links lead somewhere, and nothing is left out.
 
 In README.md and docs/, a fenced block marked `python` is run by these tests, all blocks of a page
-in order and in one namespace, in an empty directory. `python no-run` marks a fragment.
+in order and in one namespace, in an empty directory. `python no-run` marks a fragment, `python with
+lightning` what is run where that library is there.
 """
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +29,7 @@ from dualform.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNS = re.compile(r"python(?: with (\w+))?")
 
 
 def page_id(page: Path) -> str:
@@ -38,7 +42,8 @@ def runnable_blocks(page: Path) -> list[str]:
     return [
         "\n" * text[: match.start()].count("\n") + "\n" + match[2]
         for match in FENCE.finditer(text)
-        if match[1].strip() == "python"
+        if (runs := RUNS.fullmatch(match[1].strip()))
+        and (runs[1] is None or importlib.util.find_spec(runs[1]))
     ]
 
 
@@ -52,7 +57,10 @@ def test_the_code_on_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        if "```python with " in page.read_text(encoding="utf-8"):
+            warnings.simplefilter("ignore")  # of those libraries; ours are errors
+            warnings.filterwarnings("error", message="dualform")
         for block in runnable_blocks(page):
             exec(compile(block, str(page), "exec"), namespace)
 
@@ -65,7 +73,8 @@ def test_readme_and_the_pages_for_newcomers_have_code_that_runs() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_fence_says_what_it_is(page: Path) -> None:
     kinds = {match[1].strip() for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
-    assert kinds <= {"python", "python no-run", "sh", "json", "text", ""}
+    kinds = {kind for kind in kinds if not RUNS.fullmatch(kind)}
+    assert kinds <= {"python no-run", "sh", "json", "text", ""}
 
 
 def github_anchors(page: Path) -> set[str]:

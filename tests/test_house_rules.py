@@ -148,6 +148,13 @@ def test_no_file_names_a_workplace_or_a_package_registry() -> None:
     assert not found
 
 
+def test_the_package_is_imported_by_its_own_name() -> None:
+    """`df` is what a DataFrame is called."""
+    short = "import dualform " + "as"
+    files = [p for p in published_text_files() if p.suffix in (".py", ".md")]
+    assert not [p.name for p in files if short in p.read_text(encoding="utf-8")]
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     version = PROJECT["project"]["version"]
     assert dualform.__version__ == version

@@ -106,12 +106,11 @@ def build_model(spec: str) -> nn.Module:
 
 def trained_model(model: nn.Module, memory: dualform.Memory, weights: Path | None) -> nn.Module:
     """The architecture with the weights training left: a checkpoint's, or the memory's own."""
-    trained = dualform.DualForm(model, memory).to_model()
     if weights is None:
-        return trained
-    held = dict(trained.named_parameters()) | dict(trained.named_buffers())
-    given = _read_tensors(weights)
-    missing = [name for name, _ in trained.named_parameters() if name not in given]
+        return dualform.DualForm(model, memory).to_model()
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    given = {name: memory.buffer(name) for name in memory.buffers} | _read_tensors(weights)
+    missing = [name for name, _ in model.named_parameters() if name not in given]
     wrong = [n for n in given if n in held and given[n].shape != held[n].shape]
     if missing or wrong:
         raise dualform.DualFormError(
@@ -121,7 +120,7 @@ def trained_model(model: nn.Module, memory: dualform.Memory, weights: Path | Non
     with torch.no_grad():
         for name in given.keys() & held.keys():
             held[name].copy_(given[name])
-    return trained
+    return model
 
 
 @contextmanager

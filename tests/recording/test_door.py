@@ -452,7 +452,7 @@ def test_an_untrained_architecture_is_no_failed_certificate(tmp_path: Path) -> N
             update(model, optimizer, step)
     torch.manual_seed(9)
     fresh = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-    found = dualform.DualForm(fresh, tmp_path / "run").verify()
+    found = dualform.DualForm(fresh, tmp_path / "run").verify(batch(99)[0])
     assert repr(found).splitlines()[0].endswith("PASSED, bit for bit; the model is another")
     assert "FAILED" not in repr(found)
     before = dualform.DualForm(plain(), tmp_path / "run").verify()  # as it was before training

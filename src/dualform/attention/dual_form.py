@@ -27,7 +27,7 @@ from dualform.attention.masks import Mask, as_rows, as_strength
 from dualform.attention.spotlight import Attention, Spotlight, is_whole
 from dualform.attention.targets import Aim, index_of, is_margin
 from dualform.attention.view import View, layers_named
-from dualform.certificate import Check, Verification, step_of, verify
+from dualform.certificate import ANOTHER, Check, Verification, step_of, verify
 from dualform.errors import QueryError
 from dualform.layers import layer_by_layer
 from dualform.learning_rules import classes
@@ -40,9 +40,10 @@ ROUNDINGS = 64
 class DualForm:
     """A network as attention over the patterns it was trained on.
 
-    `model` is the recorded architecture (its own weights matter to `verify` only; it is never
-    modified); None suffices for questions that need no forward pass. `optimizer` hands in the class
-    (or classes) of a learning rule that is not torch's own: no name in a file is ever imported.
+    `model` is the recorded architecture (its own weights matter to `verify`, and where a digest
+    alone is kept; it is never modified); None suffices for questions that need no forward pass.
+    `optimizer` hands in the class (or classes) of a learning rule that is not torch's own: no name
+    in a file is ever imported.
 
     Example:
         >>> import dualform
@@ -175,7 +176,7 @@ class DualForm:
         found = verify(
             self.memory, model, every_step=every_step, optimizer=self._handed, progress=progress
         )
-        if inputs or kwargs:
+        if (inputs or kwargs) and found.model != ANOTHER:
             found = replace(found, checks=(*found.checks, self._outputs(inputs, kwargs)))
         return found
 

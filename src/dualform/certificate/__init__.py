@@ -9,5 +9,6 @@ own optimizer take the steps again; `checks.py` asks them, `report.py` says what
 from dualform.certificate.checks import step_of as step_of
 from dualform.certificate.checks import verify as verify
 from dualform.certificate.replay import at as at
+from dualform.certificate.report import ANOTHER as ANOTHER
 from dualform.certificate.report import Check as Check
 from dualform.certificate.report import Verification as Verification

@@ -236,7 +236,7 @@ class Capture:
             held.clear()  # the loop may hold on to its loss, and so to this hook
         if signal.requires_grad:
             key, signal = key.detach(), signal.detach()
-        if key.layout is not torch.strided or key.is_nested:
+        if not (key.layout is signal.layout is torch.strided) or key.is_nested:
             self.make_values(site.layer.weight, finding.NOT_STRIDED)
             return
         if batch:  # inside, positions come first

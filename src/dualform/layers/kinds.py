@@ -106,7 +106,6 @@ class Kind(ABC):
         """The layer's output for a weight, without its bias: [n, d_out]."""
         raise self._has_no_keys()
 
-    @abstractmethod
     def gradient(
         self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
     ) -> Tensor:
@@ -114,6 +113,7 @@ class Kind(ABC):
 
         Uses of one weight in one pass are added in the order in which the pass goes through them,
         in the dtype of the product where they share a cast; `.grad` gets their sum, once."""
+        raise self._has_no_keys()
 
     def along(self, layer: Layer, keys: Tensor, signals: Tensor, v: Tensor) -> Tensor:
         """The rows of the weight's gradient times a direction: [height]."""

@@ -58,36 +58,26 @@ class NormKind(Kind):
 
     def examples(self, layer: Layer, given: Tensor, signal: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
-            both = {"weight": signal * self.norm(layer, given, None, None), "bias": signal}
+            both = {"weight": signal * self.norm(layer, given), "bias": signal}
         return {role: self._summed(layer, rows) for role, rows in both.items()}
 
-    def norm(self, layer: Layer, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-        """torch's own function."""
+    def norm(self, layer: Layer, x: Tensor) -> Tensor:
+        """torch's own function, without gain and bias."""
         eps = layer.detail("eps")
         match self.name:
             case "layer_norm":
-                return F.layer_norm(x, layer.shape, gain, bias, eps)
+                return F.layer_norm(x, layer.shape, eps=eps)
             case "rms_norm":
-                return F.rms_norm(x, layer.shape, gain, eps)
+                return F.rms_norm(x, layer.shape, eps=eps)
             case "group_norm":
-                return F.group_norm(x, layer.detail("num_groups"), gain, bias, eps)
-        return F.batch_norm(x, None, None, gain, bias, True, 0.0, eps)
+                return F.group_norm(x, layer.detail("num_groups"), eps=eps)
+        return F.batch_norm(x, None, None, training=True, momentum=0.0, eps=eps)
 
     def _summed(self, layer: Layer, rows: Tensor) -> Tensor:
         own = len(layer.shape)
         rows = rows if rows.dim() > own else rows[None]
         between = range(2, rows.dim()) if self.channels else range(1, rows.dim() - own)
         return rows.sum(tuple(between)) if between else rows
-
-    def gradient(
-        self, layer: Layer, role: str, keys: Tensor, signals: Tensor, shape: Shape, layout: int = 0
-    ) -> Tensor:
-        """torch's own backward, from the input as given (not rows) and its error signal."""
-        with torch.enable_grad():
-            gain = torch.ones(layer.shape, dtype=keys.dtype, device=keys.device, requires_grad=True)
-            bias = torch.zeros_like(gain, requires_grad=True)
-            output = self.norm(layer, keys.detach(), gain, bias)
-            return torch.autograd.grad(output, gain if role == "weight" else bias, signals)[0]
 
 
 for kind in (
