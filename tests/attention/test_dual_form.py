@@ -224,7 +224,10 @@ REFUSED: dict[str, tuple[Callable[[dualform.DualForm, Tensor], Any], str]] = {
     "rows of another length": (lambda dual, x: dual.without(np.ones(7, bool)), "240"),
     "rows that are numbers": (lambda dual, x: dual.without(np.arange(240)), "boolean"),
     "an unknown way to run": (lambda dual, x: dual(x, by="magic"), "weights"),
-    "a strength that is no number": (lambda dual, x: dual.without(strength="all"), "expected a number from 0 to 1"),
+    "a strength that is no number": (
+        lambda dual, x: dual.without(strength="all"),
+        "expected a number from 0 to 1",
+    ),
     "layers that are no names": (lambda dual, x: dual.without(layers=3), "name of a layer"),  # type: ignore[arg-type]
     "an unknown layer": (lambda dual, x: dual.attend(x, layers="fc9"), "fc1"),
     "no layer": (lambda dual, x: dual.attend(x, layers=[]), "fc1"),

@@ -45,6 +45,19 @@ def test_a_second_signal_does_not_wait(interrupts: Interrupts) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_of_two_that_wait_one_that_raises_does_not_keep_the_other(interrupts: Interrupts) -> None:
+    interrupts.remove()
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    interrupts.install()
+    interrupts.hold()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.release()
+    assert seen == [signal.SIGTERM]
+
+
 def test_a_signal_is_delivered_at_once_when_nothing_is_held(interrupts: Interrupts) -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -155,7 +155,8 @@ def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
     chosen = [watch.parameters[i] for i in np.flatnonzero(among & watch.narrow & ~watch.carried)]
     for w in sorted(chosen, key=lambda w: w.tensor.numel()):
         factor = float(kappa[w.index])
-        if factor not in exact and is_gone_through_once(w):
+        passes = [call.number for site in w.sites for call in site.pending]
+        if factor not in exact and len({*passes}) == len(passes):
             total, gradient = pending_gradient(w).view(-1), w.tensor.grad
             assert gradient is not None
             place = int(total.abs().argmax())
@@ -165,12 +166,6 @@ def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
             exact[factor] = settled(ratio, 0.0, float(watch.u[w.index]))
     for i in np.flatnonzero(among):
         kappa[i] = exact.get(float(kappa[i]), kappa[i])
-
-
-def is_gone_through_once(w: Watched) -> bool:
-    """Whether no pass has several uses of a parameter: a cast may have rounded their sum."""
-    numbers = [call.number for site in w.sites for call in site.pending]
-    return len(set(numbers)) == len(numbers)
 
 
 def pending_gradient(w: Watched) -> Tensor:

@@ -62,9 +62,14 @@ class Interrupts:
     def release(self) -> None:
         """Deliver what has arrived meanwhile; for Ctrl-C that raises KeyboardInterrupt here."""
         self._held = False
-        while self._waiting:
+        try:
             number, frame = self._waiting.popitem()
+        except KeyError:  # nothing has, or another thread that releases took it just now
+            return
+        try:
             if threading.current_thread() is threading.main_thread():
                 self._handlers[number](number, frame)
             else:  # training runs in another thread; signals are the main one's
                 _thread.interrupt_main(signal.Signals(number))
+        finally:  # one that raises does not keep the other waiting
+            self.release()

@@ -26,18 +26,15 @@ from dualform.certificate.marks import nature_of
 from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
+from dualform.memory.content import Kept
 from dualform.memory.kept import DIGEST, digest_of
 from dualform.recording.findings import Findings
-from dualform.recording.line import Line
 from dualform.recording.states import States
-from dualform.recording.watched import SMALL, Flags, Reals, Watch, Watched
+from dualform.recording.watched import SMALL, Flags, Line, Reals, Watch, Watched
 from dualform.recording.worker import Worker
 
 SHARE, SMALL_SHARE = 1 / 16, 1 / 10
 """How much of what is recorded snapshots, and small values, may take."""
-
-Kept = tuple[str, str, int, Any]
-"""What ("weights", "state.exp_avg", "buffer", …), whose, after how many updates, the value."""
 
 History = list[tuple[Line, Reals | None]]
 """Lines of the log since the last fingerprint, with g v of all rows where it was seen."""
@@ -65,8 +62,13 @@ class Keeper:
         self, watch: Watch, states: States, model: nn.Module, worker: Worker, findings: Findings
     ) -> None:
         self._watch, self.states, self._worker, self._findings = watch, states, worker, findings
-        self._buffers = Buffers(model, findings)
+        names = {name: name.rpartition(".")[0] for name, _ in model.named_buffers()}
+        self._holders = {name: model.get_submodule(of)._buffers for name, of in names.items()}
+        """Where each buffer is held."""
+        self._buffers: dict[str, Tensor] = {}
+        """What each was when it was last kept."""
         self.kept: list[Kept] = []
+        """What no segment has yet."""
         self.recorded = 0
         """How many bytes of rows were recorded so far, as they are stored."""
         self.due = False
@@ -80,19 +82,15 @@ class Keeper:
         """Digests of parameters that no optimizer has moved, by index."""
         self._history: History = []
         self._before = -1, self._along([])
-        self._trained = np.zeros(len(watch), bool)
 
     def _put(self, what: str, name: str, step: int, value: Any) -> int:
         self.kept.append((what, name, step, value))
         return value.nbytes if isinstance(value, Tensor) else 8
 
-    def snapshot(self, step: int, watched: Iterable[Watched]) -> int:
-        """Keep the very bits of parameters and of what is remembered of them."""
-        return self._keep(step, self._copies(watched))
-
-    def keep_weights(self, step: int, watched: Iterable[Watched]) -> int:
-        """Keep weights alone: of parameters that are never replayed."""
-        return self._keep(step, self._copies(watched, only=""))
+    def keep(self, step: int, watched: Iterable[Watched], only: str | None = None) -> int:
+        """Keep the very bits of parameters and of what is remembered of them; `only=""`: of their
+        weights alone, which is all that is asked of what is never replayed."""
+        return self._keep(step, self._copies(watched, only))
 
     def _keep(self, step: int, copies: Copies) -> int:
         self.lost -= {w.name for w, _ in copies}
@@ -107,9 +105,27 @@ class Keeper:
         self._worker.do(self._begin_history, step, copies)
 
     def keep_buffers(self, step: int, with_large: bool = True) -> int:
-        """Keep the buffers that have changed since they were last kept."""
-        changed = self._buffers.changes(with_large)
-        return sum(self._put("buffer", name, step, now) for name, now in changed)
+        """Keep the buffers that have changed since they were last kept.
+
+        By their content: torch does not count what a batch norm does to its running statistics.
+        """
+        size = 0
+        for name, holder in list(self._holders.items()):
+            now, last = holder.get(name.rpartition(".")[2]), self._buffers.get(name)
+            if last is not None and (now is None or nature_of(now) != nature_of(last)):
+                del self._holders[name]
+                what = "was removed" if now is None else f"became {now.dtype} {[*now.shape]}"
+                self._findings.remark(
+                    f"the buffer {name!r} {what} during training; the memory holds what it was "
+                    "before"
+                )
+                continue
+            if now is None or (now.numel() > SMALL and not with_large):
+                continue
+            if last is None or not torch.equal(now.detach().cpu(), last):
+                self._buffers[name] = copied(now)
+                size += self._put("buffer", name, step, self._buffers[name])
+        return size
 
     def freeze(self, watched: Iterable[Watched]) -> list[Watched]:
         """Of what is large and not trained, keep a digest; return the others, to be kept whole."""
@@ -127,19 +143,14 @@ class Keeper:
         another state by now."""
         digests = [(w, self.frozen.pop(w.index)) for w in watched if w.index in self.frozen]
         is_same = {w: digest_of(w.tensor) == digest for w, digest in digests}
-        self.keep_weights(0, [w for w, same in is_same.items() if same])
+        self.keep(0, [w for w, same in is_same.items() if same], "")
         return [w for w, same in is_same.items() if not same]
-
-    def take(self) -> list[Kept]:
-        """Hand over what was kept since the last segment."""
-        kept, self.kept = self.kept, []
-        return kept
 
     def found(self, watched: list[Watched], step: int) -> None:
         """Keep parameters where something was found; if it recurs, only within the share."""
         if any(w.name not in self._found for w in watched) or self._has_room(watched):
             self._found |= {w.name for w in watched}
-            self._bytes += self.snapshot(step, watched)
+            self._bytes += self.keep(step, watched)
         else:
             self.lost |= {w.name for w in watched}
 
@@ -154,12 +165,11 @@ class Keeper:
         for index in np.flatnonzero(line.moved & ~self._watch.resolved) if small else ():
             w = self._watch.parameters[index]
             if w.is_small:
-                self._small_bytes += self.keep_weights(step, [w])
+                self._small_bytes += self.keep(step, [w], "")
         self._small_bytes += self.keep_buffers(step, small)
 
     def after_step(self, line: Line, seen: Reals | None) -> None:
         """Remember the line until the next fingerprint."""
-        self._trained |= line.moved
         self._history.append((line, None if seen is None else seen.copy()))
 
     def keep_gradients(self, step: int, watched: Iterable[Watched], scale: float) -> None:
@@ -179,7 +189,7 @@ class Keeper:
 
         `but`: parameters that are not as their last update left them.
         """
-        chosen = [w for w in self._watch if self._trained[w.index]]
+        chosen = [w for w in self._watch if self.states.owner[w.index] is not None]
         is_as_left = but is None or not but.any()
         if but is not None:
             chosen = [w for w in chosen if not but[w.index]]
@@ -273,39 +283,4 @@ class Keeper:
             a, b = (Along(*(np.asarray(part)[rows] for part in point)) for point in (start, end))
             reached = walk(a, b, motions, ROUNDING[dtype])
             found[watch.owner[rows][~(reached.room_W >= np.abs(b.W - reached.W))]] = True
-        return found
-
-
-class Buffers:
-    """The model's buffers (running statistics), as they were when they were last kept."""
-
-    def __init__(self, model: nn.Module, findings: Findings) -> None:
-        self._findings = findings
-        self._places = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in model.named_buffers()
-        }
-        self._last: dict[str, Tensor] = {}
-
-    def changes(self, with_large: bool) -> list[tuple[str, Tensor]]:
-        """Every buffer that differs from when it was last asked for.
-
-        By its content: torch does not count what a batch norm does to its running statistics.
-        """
-        found = []
-        for name, (module, own) in list(self._places.items()):
-            now, last = module._buffers.get(own), self._last.get(name)
-            if now is None or (last is not None and nature_of(now) != nature_of(last)):
-                if last is not None:
-                    del self._places[name]
-                    what = "was removed" if now is None else f"became {now.dtype} {[*now.shape]}"
-                    self._findings.remark(
-                        f"the buffer {name!r} {what} during training; the memory holds what it was "
-                        "before"
-                    )
-                continue
-            is_wanted = with_large or now.numel() <= SMALL
-            if is_wanted and (last is None or not torch.equal(now.detach().cpu(), last)):
-                self._last[name] = copied(now)
-                found.append((name, self._last[name]))
         return found

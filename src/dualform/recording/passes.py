@@ -154,16 +154,19 @@ class Passes:
 
     def _keep(self, parcel: Parcel, is_summing: bool) -> None:
         for site, key, signal, of_key, of_signal, shape, context, number, order, layout in parcel:
-            tag = None
+            tag, moves, call = context
             self._lengths.update(shape[1:2])
-            tagged = site.kind.has_tags(site.layer, key, shape, self._lengths)
-            if context.tag is not None and tagged:
-                self._tags.add(context.tag)
-                tag = context.fitting(site.layer.name, shape, site.kind.tags_must_fit)
+            if tag is not None:
+                name, must_fit = site.layer.name, site.kind.tags_must_fit
+                if not site.kind.has_tags(site.layer, key, shape, self._lengths):
+                    tag = None
+                else:
+                    self._tags.add(tag)
+                    tag = tag if tag.fits(name, shape, must_fit, moves) else None
             keep = self._keep_examples if site.keep == "examples" else self._keep_rows
             rows = keep(site, key, signal, is_summing)
             dtype = CODE[signal.dtype]
-            used = LayerCall(number, context.call, order, dtype, rows, tag, shape, layout)
+            used = LayerCall(number, call, order, dtype, rows, tag, shape, layout)
             site.pending.append(used)
             site.was_used = True
             now = torch_internals.version_of(key), torch_internals.version_of(signal)

@@ -14,7 +14,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -41,20 +39,17 @@ from dualform.layers import (
     reasons_for_values,
 )
 from dualform.memory.writing import MemoryWriter, environment
-from dualform.recording.contents import Contents
 from dualform.recording.findings import Findings
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.kept import Keeper
-from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.recurring import Recurring
-from dualform.recording.resuming import Resumption, phase, reopened
+from dualform.recording.resuming import phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.states import States
-from dualform.recording.tags import Context, Tag, Tags, asked
+from dualform.recording.tags import Tags
 from dualform.recording.trial import ByHand
 from dualform.recording.updates import ANCHOR, Updates, closure_of
-from dualform.recording.watched import Flags, Watch, is_empty, listed
+from dualform.recording.watched import Flags, Line, Watch, is_empty
 from dualform.recording.worker import Worker
 
 if TYPE_CHECKING:
@@ -80,11 +75,7 @@ class Recorder:
         self._is_in_with = False
         self._findings = Findings(options.audit)
         self._interrupts = Interrupts()
-        self._tags = Tags()
-        self._tag: Tag | None = None
-        self._open: dict[int, list[Tag]] = {}
-        """With tags=: those of the calls of the model that are under way, by thread."""
-        self._calls, self._moves, self._asked = 0, 0, False
+        self._tags = Tags(options.tags)
         self._parts: _Parts
 
     def __deepcopy__(self, memo: Any) -> Recorder:
@@ -176,12 +167,7 @@ class Recorder:
             >>> recorder.tag(example=[3, 1, 4], label=[0, 7, 7], task="digits")   # doctest: +SKIP
         """
         self._must_be_recording("tag")
-        if self._options.tags is not None:
-            raise RecordingError(
-                "recorder.tag(...) was called, though tags= names the patterns already; use one of "
-                "the two"
-            )
-        self._tag = self._tags.make(self._moves, columns)
+        self._tags.give(columns)
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -278,26 +264,33 @@ class Recorder:
             updates.begin(step)
             if resumed is not None:
                 resumed.restore(self._tags, self._findings, updates, keeper)
-                self._tag = self._tags.forgotten()
             capture = Capture(
                 model,
                 {layer: module for layer, module in found.items() if layer in watch.sites},
                 on_use=passes.take,
                 on_new_layer=lambda layer: watch.add(layer, keep.word(layer)),
-                on_values=self._make_values,
-                context=self._context,
+                on_values=lambda name, why: watch.make_values(watch.named(name), why),
+                context=self._tags.context,
                 by_examples=lambda layer: watch.sites[layer].keep == "examples",
             )
             declined = {layer.weight for layer in found if layer not in watch.sites}
             capture.are_values |= declined - {layer.weight for layer in watch.sites}
-            recurring = Recurring(None if resumed is None else resumed.stored_keys)
-            contents = Contents(watch, self._tags.kinds, options.stored, recurring)
-            sink = Sink(writer, watch.sites, contents, options.segment_bytes, step)
+            known = None if resumed is None else resumed.stored_keys
+            stored, size = options.stored, options.segment_bytes
+            sink = Sink(writer, watch, self._tags.kinds, stored, known, size, step)
             self._parts = _Parts(watch, passes, updates, keeper, capture, writer, sink)
             updates.on_step = self._on_step
             for w in watch:
                 watch.unknown[w.index] = not is_empty(w.tensor.grad)
-            writer.begin(self._description(resumed, step))
+            description = {
+                "every": options.every,
+                "stored": str(options.stored or torch.float32).removeprefix("torch."),
+                "environment": environment(),
+                "parameters": [described(w.name, w.tensor) | watch.coverage(w) for w in watch],
+                "buffers": [described(*named) for named in model.named_buffers()],
+                "phases": [phase(step, None)] if resumed is None else resumed.phases,
+            }
+            writer.begin(description)
             keeper.begin(step, keeper.freeze(watch) if resumed is None or not step else [])
             keeper.keep_buffers(step)
             states.take()
@@ -306,55 +299,11 @@ class Recorder:
             self._parts.handles = [
                 register_optimizer_step_pre_hook(self._before),
                 register_optimizer_step_post_hook(self._after),
+                *self._tags.follow(model),
             ]
-            if options.tags is not None:
-                self._parts.handles += [
-                    torch_module.register_module_forward_pre_hook(self._called),
-                    torch_module.register_module_forward_hook(self._returned, with_kwargs=True),
-                ]
             undo.pop_all()
 
-    def _make_values(self, parameter: str, reason: str) -> None:
-        """Keep a parameter as values: it is used in a way that has no patterns."""
-        watch = self._parts.watch
-        watch.make_values(watch.named(parameter), reason)
-
-    def _description(self, resumed: Resumption | None, step: int) -> dict[str, Any]:
-        parts, options = self._parts, self._options
-        stored = options.stored
-        return {
-            "every": options.every,
-            "stored": str(stored or torch.float32).removeprefix("torch."),
-            "environment": environment(),
-            "parameters": [
-                described(w.name, w.tensor) | parts.watch.coverage(w) for w in parts.watch
-            ],
-            "buffers": [described(*named) for named in self._model.named_buffers()],
-            "phases": [phase(step, None)] if resumed is None else resumed.phases,
-        }
-
     # -- torch's hooks --------------------------------------------------------------------------
-
-    def _context(self) -> Context:
-        """What is true of a forward call: its tag, whether that is stale, which call it is."""
-        self._calls += 1
-        tag = self._tag
-        if self._options.tags is not None:
-            tag = next(reversed(self._open.get(threading.get_ident(), [])), None)
-        return Context(tag, tag is not None and tag.update != self._moves, self._calls)
-
-    def _called(self, module: nn.Module, args: Any) -> None:
-        """With tags=: begin the tag of a batch. A hook before the call is not given its keywords,
-        so what it says is filled in when the call returns; no pass goes back through it before."""
-        if module is self._model and torch.is_grad_enabled():
-            self._open.setdefault(threading.get_ident(), []).append(Tag({}, self._moves))
-
-    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """With tags=: ask the user's function what the batch was."""
-        own = self._open.get(threading.get_ident())
-        if module is self._model and own and torch.is_grad_enabled() and self._options.tags:
-            columns, self._asked = asked(self._options.tags, args, kwargs), True
-            own.pop().columns.update(self._tags.make(self._moves, columns).columns)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         updates = self._parts.updates
@@ -367,10 +316,10 @@ class Recorder:
                 "; expected only what the loop moves by hand there. An optimizer's step needs no "
                 "block: call it outside"
             )
-        if not self._moves:
+        if not self._tags.moves:
             refuse_ranks()
             if closure_of(args, kwargs) is None:  # else it is yet to call the model
-                self._must_have_asked()
+                self._tags.must_be_asked()
         self._interrupts.hold()  # until the update is written down, in _after
         try:
             return updates.before(optimizer, args, kwargs)
@@ -378,28 +327,18 @@ class Recorder:
             self._interrupts.release()
             raise
 
-    def _must_have_asked(self) -> None:
-        """Raise where tags= is given, and the first update is there without its being called."""
-        if self._moves <= 1 and self._options.tags is not None and not self._asked:
-            raise RecordingError(
-                "tags= was never called: it is called with the inputs of the very model that "
-                "is recorded, and only parts of that were called. Record the part that is "
-                "called, or call recorder.tag(...) with every batch"
-            )
-
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         updates = self._parts.updates
         if self._state != "recording" or not updates.holds(optimizer):
             return
         try:
-            self._open.clear()  # a call that ended in an exception left its own
-            self._moves += 1  # of any optimizer: a step may have several, a tag holds until one
+            self._tags.moved()
             updates.after(optimizer)
             self._parts.writer.progress.set(self.steps)
         finally:
             if not updates.is_open:
                 self._interrupts.release()
-        self._must_have_asked()
+        self._tags.must_be_asked()
         self._findings.raise_trouble()
 
     def _on_step(self, line: Line) -> None:
@@ -421,9 +360,10 @@ class Recorder:
     def _commit(self) -> None:
         parts = self._parts
         parts.passes.worker.wait()
-        tags = {"columns": dict(self._tags.kinds), "strings": self._tags.new_strings()}
-        news = self._findings.news() | parts.updates.news() | parts.watch.news() | tags
-        parts.sink.commit(parts.keeper.take(), news)
+        tellers = self._findings, parts.updates, parts.watch, self._tags
+        news = {what: fresh for teller in tellers for what, fresh in teller.news().items()}
+        kept, parts.keeper.kept = parts.keeper.kept, []
+        parts.sink.commit(kept, news)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -436,11 +376,8 @@ class Recorder:
         try:
             parts.passes.finish()
             parts.watch.members.follow()
-            if found := parts.watch.converted():
-                self._findings.remark(
-                    f"{listed([w.name for w in found])}: became {found[0].became} after update "
-                    f"{updates.step}; the memory ends with what it was"
-                )
+            if said := parts.watch.converted():
+                self._findings.remark(f"{said}; the memory ends with what it was")
             changed = updates.end()
             if kind is None and not updates.step:
                 say = self._findings.remark if self._options.resume else self._findings.warn

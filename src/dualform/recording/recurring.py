@@ -18,7 +18,6 @@ come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,13 +37,6 @@ Known = Callable[[Layer], Iterable[Tensor]]
 """The rows of a layer that are stored already, in their order: those of a resumed memory."""
 
 
-class Folded(NamedTuple):
-    """Rows [n, d] as stored: those not seen before, and the number of every row, counted from 0."""
-
-    new: Tensor
-    references: NDArray[np.int32]
-
-
 class Recurring:
     """What each layer's stored rows are, over all segments; `known`: those of a resumed memory."""
 
@@ -52,8 +44,9 @@ class Recurring:
         self._known = known
         self._index: dict[Layer, RowIndex | None] = {}
 
-    def fold(self, layer: Layer, rows: Tensor) -> Folded | None:
-        """The rows of one segment; None if too many are different."""
+    def fold(self, layer: Layer, rows: Tensor) -> tuple[Tensor, NDArray[np.int32]] | None:
+        """Of the rows [n, d] of a segment those not seen before, and the number of every row,
+        counted from 0; None if too many are different."""
         if layer not in self._index:
             self._index[layer] = begun = RowIndex()
             for stored in () if self._known is None else self._known(layer):
@@ -64,7 +57,7 @@ class Recurring:
             return None
         references, fresh = index.add(rows)
         new = rows if len(fresh) == len(rows) else rows[torch.from_numpy(fresh)]
-        return Folded(new, references.astype(np.int32))
+        return new, references.astype(np.int32)
 
 
 class RowIndex:

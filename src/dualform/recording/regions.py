@@ -27,18 +27,18 @@ class Region:
 
     def __init__(self, width: int, dtype: torch.dtype, capacity: int) -> None:
         self.width, self.dtype = width, dtype
-        self.row_bytes = width * dtype.itemsize
         self.rows = 0
-        self._area, self._rows = self._allocate(max(1, capacity))
+        """How many there are; to take some back, the memory stays."""
+        self._rows = self._allocate(max(1, capacity))
 
-    def _allocate(self, capacity: int) -> tuple[mmap.mmap, Tensor]:
-        size = capacity * self.row_bytes
+    def _allocate(self, capacity: int) -> Tensor:
+        size = capacity * self.width * self.dtype.itemsize
         area = whole_pages(size)
         if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 area.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(area, dtype=self.dtype)[: capacity * self.width]
-        return area, flat.view(capacity, self.width)
+        return flat.view(capacity, self.width)
 
     @property
     def filled(self) -> Tensor:
@@ -52,21 +52,17 @@ class Region:
         if end > self._rows.shape[0]:
             kept = self.filled
             room = max(end, self._rows.shape[0] + self._rows.shape[0] // 2)
-            self._area, self._rows = self._allocate(room)
+            self._rows = self._allocate(room)
             self.filled.copy_(kept)
         place = self._rows[self.rows : end]
         is_plain = rows.dtype == self.dtype and rows.is_cpu and rows.is_contiguous()
         if is_plain and not rows.is_neg():  # a view of a complex number's part may be negated
             # the C library's copy does not read what it is about to overwrite
-            ctypes.memmove(place.data_ptr(), rows.data_ptr(), count * self.row_bytes)
+            ctypes.memmove(place.data_ptr(), rows.data_ptr(), place.nbytes)
         else:
             place.copy_(rows)
         self.rows = end
         return place
-
-    def cut(self, rows: int) -> None:
-        """Keep only the first rows; the memory stays."""
-        self.rows = rows
 
 
 def whole_pages(size: int) -> mmap.mmap:

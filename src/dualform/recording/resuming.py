@@ -81,10 +81,11 @@ class Resumption:
 
     def find(self, watch: Watch, states: States, options: Options) -> int:
         """The step whose weights the model has; the memory is then cut back to it."""
-        memory = self.memory
+        memory, kept = self.memory, self.memory.kept
         marks, now = memory.marks, states.now()
         steps = (np.flatnonzero((marks[:, 0] == now[0]).all(axis=1)) + 1).tolist()
-        if not memory.steps or self._is_initial(watch):
+        initial = (kept.is_kept_as(w.name, 0, w.tensor.detach().cpu()) for w in watch)
+        if not memory.steps or all(initial):
             steps.insert(0, 0)
         if not steps:
             raise RecordingError(
@@ -103,10 +104,6 @@ class Resumption:
         self.writer.rewind(step)
         self.memory = Memory.open(memory.path)
         return step
-
-    def _is_initial(self, watch: Watch) -> bool:
-        kept = self.memory.kept
-        return all(kept.is_kept_as(w.name, 0, w.tensor.detach().cpu()) for w in watch)
 
     def restore(self, tags: Tags, findings: Findings, updates: Updates, keeper: Keeper) -> None:
         """Give the parts of a recorder what was known at that step."""
@@ -129,16 +126,15 @@ class Resumption:
     def _compare_tensors(
         self, what: str, here: Mapping[str, Tensor], there: Mapping[str, Any]
     ) -> None:
-        said = [f"lacks the {what} {name!r}" for name in there if name not in here][:1]
-        added = (name for name in here if name not in there)
-        said += [f"has a {what} {name!r} that was not recorded" for name in added][:1]
-        if said:
-            raise self._differs(f"the model {' and '.join(said)}")
-        for name, tensor in here.items():
-            known = there[name]
-            if (tensor.shape, tensor.dtype) != (torch.Size(known.shape), known.dtype):
+        for name in [*there, *here]:
+            if name not in here:
+                raise self._differs(f"the model lacks the {what} {name!r}")
+            if name not in there:
+                raise self._differs(f"the model has a {what} {name!r} that was not recorded")
+            now, known = here[name], there[name]
+            if (now.shape, now.dtype) != (torch.Size(known.shape), known.dtype):
                 raise self._differs(
-                    f"the {what} {name!r} is {tensor.dtype} {list(tensor.shape)} now and "
+                    f"the {what} {name!r} is {now.dtype} {list(now.shape)} now and "
                     f"{known.dtype} {list(known.shape)} in the memory"
                 )
         if list(here) != list(there):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.certificate.marks import Marks, Words, remembered
+from dualform.certificate.marks import Marks, Words, nature_of, remembered
 from dualform.recording.watched import Flags, Watch, Watched
 
 Numbers = NDArray[np.uint32]
@@ -42,12 +42,12 @@ class States:
         """Give parameters to another optimizer; one that has none left is forgotten."""
         for w in watched:
             self.owner[w.index] = optimizer
+        self._known = []  # so that states are looked up anew
         self.owners = list({id(o): o for o in self.owner if o is not None}.values())
-        self._states.tensors = []  # to be looked up again: theirs are others now
 
     def weights(self, w: Watched) -> Tensor:
         """A parameter; of one in another dtype, or shape, than the memory says, what it was."""
-        return self._weights.seen[w.index] if w.is_converted else w.tensor.detach()
+        return w.tensor.detach() if nature_of(w.tensor) == w.nature else self._weights.seen[w.index]
 
     def state(self, w: Watched) -> dict[str, Any]:
         """What the optimizer remembers of a parameter."""
@@ -63,7 +63,7 @@ class States:
         held = (own.values() for owner in self.owners for own in owner.state.values())
         known = [id(value) for own in held for value in own if type(value) is Tensor]
         known.append(self._watch.members.replaced)
-        if known != self._known or not self._states.tensors:
+        if known != self._known:
             self._known = known
             self._weights.tensors = [w.tensor for w in self._watch]
             self._states = Marks([remembered(self.state(w)) for w in self._watch])

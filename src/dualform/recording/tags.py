@@ -7,14 +7,17 @@ and step where it happens, not a shifted column found weeks later.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules import module as torch_module
 
 from dualform.errors import RecordingError
 from dualform.memory.files import NO_VALUE
@@ -26,6 +29,11 @@ ARGUMENTS = ("layers", "strength")
 
 KINDS = {"i": "int", "u": "int", "b": "bool", "f": "float", "U": "string", "O": "string"}
 """What a column is called, by numpy's letter for its type."""
+
+
+Context = tuple["Tag | None", int, int]
+"""What is true of an input when it is fed, and may no longer be when it is differentiated: its tag,
+how many updates there had been, and a number that rises from one forward call to the next."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,71 +64,36 @@ class Tag:
             "first, or give a single value for all"
         )
 
-    def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
-        """One value per pattern for every column."""
-        fit = {name: values for name, values in self.columns.items() if _fits(values, shape)}
-        return {name: _spread(values, shape) for name, values in fit.items()}
-
-
-def asked(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask a user's tags= what the batch is that the model was given."""
-    given = [type(value).__name__ for value in args]
-    given += [f"{name}={type(value).__name__}" for name, value in kwargs.items()]
-    try:
-        found = function(*args, **kwargs)
-    except Exception as error:
-        raise RecordingError(
-            f"tags= raised {type(error).__name__}: {error}. It is called with the model's own "
-            f"inputs, here ({', '.join(given)}), and returns the tags of that batch, as in "
-            'tags=lambda input_ids, labels, **_: {"label": labels}'
-        ) from error
-    if not isinstance(found, Mapping):
-        raise RecordingError(
-            f"tags= returned a {type(found).__name__}; expected a dict from the names of tags to "
-            'their values, such as {"label": labels}'
-        )
-    return dict(found)
-
-
-class Context(NamedTuple):
-    """What is true of an input when it is fed, and may no longer be when it is differentiated."""
-
-    tag: Tag | None
-    is_stale: bool
-    """Whether an optimizer has moved since the tag was given."""
-    call: int
-    """Rises from one forward call to the next, of any layer."""
-
-    def fitting(self, layer: str, shape: tuple[int, ...], must_fit: bool) -> Tag | None:
-        """Return the tag of patterns of this leading shape; raise if it is not theirs."""
-        if self.tag is None:
-            return None
-        columns = self.tag.columns
-        wrong = next((name for name in columns if not _fits(columns[name], shape)), None)
+    def fits(self, layer: str, shape: tuple[int, ...], must_fit: bool, moves: int) -> bool:
+        """Whether this is the tag of patterns of this leading shape, fed after so many updates;
+        raise if it must be, and is not."""
+        wrong = next((n for n, values in self.columns.items() if not _fits(values, shape)), None)
         if wrong is not None and not must_fit:
-            self.tag.misfit = wrong, layer, shape
-            return None
-        if self.is_stale:
+            self.misfit = wrong, layer, shape
+            return False
+        if self.update != moves:
             raise RecordingError(
                 f"layer {layer!r} saw a batch of leading shape {list(shape)} that was not tagged, "
                 "though earlier batches were. Call recorder.tag(...) for every batch, before the "
                 "model is called"
             )
         if wrong is not None:
-            self.tag.refuse(wrong, layer, shape)
-        self.tag.has_fitted = True
-        return self.tag
+            self.refuse(wrong, layer, shape)
+        self.has_fitted = True
+        return True
+
+    def spread(self, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        """One value per pattern for every column."""
+        fit = {name: values for name, values in self.columns.items() if _fits(values, shape)}
+        return {name: _spread(values, shape) for name, values in fit.items()}
 
 
 def _fits(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
     """Whether `values` can be laid over patterns of a leading shape."""
     if values.ndim == 1:
         return (shape[:1] or (1,)) == values.shape
-    return values.ndim == 0 or _is_per_position(values, shape) or shape == values.shape[:1]
-
-
-def _is_per_position(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    return shape[:2] == values.shape or shape == (values.size,)
+    is_pooled = shape == values.shape[:1]
+    return values.ndim == 0 or is_pooled or values.shape == shape[:2] or shape == (values.size,)
 
 
 def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -128,7 +101,7 @@ def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     rows = prod(shape)
     if values.ndim == 0:
         return np.full(rows, values[()])
-    if values.ndim == 1 or _is_per_position(values, shape):
+    if values.ndim == 1 or values.shape == shape[:2] or shape == (values.size,):
         return np.repeat(values.ravel(), rows // max(1, values.size))
     # a value per position, a pooled layer
     return np.full(rows, np.nan if values.dtype.kind == "f" else NO_VALUE, values.dtype)
@@ -175,10 +148,18 @@ def positions(tag: Tag | None, shape: tuple[int, ...]) -> int:
 
 
 class Tags:
-    """Turns what users pass to `recorder.tag` into stored columns; remembers kinds and strings."""
+    """Which tag is in force. Turns what users pass to `recorder.tag`, or what the function they
+    gave as `tags=` returns, into stored columns; remembers kinds and strings."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Any] | None) -> None:
         self.kinds: dict[str, str] = {}
+        self.moves = 0
+        """How many updates there have been, of any optimizer: a tag holds until the next."""
+        self._function, self._is_asked = function, False
+        self._now: Tag | None = None
+        self._open: dict[int, list[Tag]] = {}
+        """With tags=: those of the calls of the model that are under way, by thread."""
+        self._calls = 0
         self._codes: dict[str, dict[str, int]] = {}
         self._written: dict[str, int] = {}
 
@@ -187,12 +168,63 @@ class Tags:
         self.kinds = dict(kinds)
         self._codes = {n: {s: code for code, s in enumerate(known)} for n, known in strings.items()}
         self._written = {name: len(known) for name, known in strings.items()}
+        self._now = Tag({}, -1) if kinds else None  # that of no batch to come
 
-    def forgotten(self) -> Tag | None:
-        """What is in force until the first tag after a resume; None if nothing was ever tagged."""
-        return Tag({}, -1) if self.kinds else None
+    def context(self) -> Context:
+        """What is true of a forward call."""
+        self._calls += 1
+        if self._function is None:
+            return self._now, self.moves, self._calls
+        under_way = self._open.get(threading.get_ident(), [])
+        return next(reversed(under_way), None), self.moves, self._calls
 
-    def make(self, update: int, columns: dict[str, Any]) -> Tag:
+    def moved(self) -> None:
+        """An optimizer has moved: no tag outlives that, nor one of a call that raised."""
+        self.moves += 1
+        self._open.clear()
+
+    def give(self, columns: dict[str, Any]) -> None:
+        """From here on a tag is in force."""
+        if self._function is not None:
+            raise RecordingError(
+                "recorder.tag(...) was called, though tags= names the patterns already; use one of "
+                "the two"
+            )
+        self._now = Tag(self._made(columns), self.moves)
+
+    def follow(self, model: nn.Module) -> list[Any]:
+        """Hang up the hooks that ask the user's function whenever the model is called.
+
+        One before a call is not given its keywords, so a batch's tag is filled in when the call
+        returns; no pass goes back through it before.
+        """
+        function = self._function
+        if function is None:
+            return []
+
+        def called(module: nn.Module, args: Any) -> None:
+            if module is model and torch.is_grad_enabled():
+                self._open.setdefault(threading.get_ident(), []).append(Tag({}, self.moves))
+
+        def returned(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            own = self._open.get(threading.get_ident())
+            if module is model and own and torch.is_grad_enabled():
+                columns, self._is_asked = asked(function, args, kwargs), True
+                own.pop().columns.update(self._made(columns))
+
+        before = torch_module.register_module_forward_pre_hook(called)
+        return [before, torch_module.register_module_forward_hook(returned, with_kwargs=True)]
+
+    def must_be_asked(self) -> None:
+        """Raise where tags= is given, and the first update is there without its being called."""
+        if self.moves <= 1 and self._function is not None and not self._is_asked:
+            raise RecordingError(
+                "tags= was never called: it is called with the inputs of the very model that is "
+                "recorded, and only parts of that were called. Record the part that is called, or "
+                "call recorder.tag(...) with every batch"
+            )
+
+    def _made(self, columns: dict[str, Any]) -> dict[str, NDArray[Any]]:
         """One call's columns, checked against each other and against earlier calls."""
         if columns.keys() != self.kinds.keys():
             self._check_names(columns)
@@ -201,7 +233,7 @@ class Tags:
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise RecordingError(f"the tags do not describe one batch; their lengths are {listed}")
-        return Tag(stored, update)
+        return stored
 
     def _check_names(self, columns: dict[str, Any]) -> None:
         """Raise if names are new and cannot be used, or if one that was given before is missing."""
@@ -224,13 +256,12 @@ class Tags:
                 "would silently lack these patterns"
             )
 
-    def new_strings(self) -> dict[str, list[str]]:
-        """The strings met since the last call, per column, in the order of their codes."""
-        fresh = {
-            name: list(codes)[self._written.get(name, 0) :] for name, codes in self._codes.items()
-        }
-        self._written = {name: len(codes) for name, codes in self._codes.items()}
-        return {name: strings for name, strings in fresh.items() if strings}
+    def news(self) -> dict[str, Any]:
+        """The columns, and the strings met since the last segment in the order of their codes."""
+        known, self._written = self._written, {n: len(codes) for n, codes in self._codes.items()}
+        fresh = {name: list(codes)[known.get(name, 0) :] for name, codes in self._codes.items()}
+        strings = {name: listed for name, listed in fresh.items() if listed}
+        return {"columns": dict(self.kinds), "strings": strings}
 
     def _store(self, name: str, value: Any) -> NDArray[Any]:
         if isinstance(value, torch.Tensor):
@@ -267,3 +298,23 @@ class Tags:
                 "takes; give such ids as strings"
             )
         return array.astype(np.float64 if kind == "float" else np.int64)
+
+
+def asked(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask a user's tags= what the batch is that the model was given."""
+    given = [type(value).__name__ for value in args]
+    given += [f"{name}={type(value).__name__}" for name, value in kwargs.items()]
+    try:
+        found = function(*args, **kwargs)
+    except Exception as error:
+        raise RecordingError(
+            f"tags= raised {type(error).__name__}: {error}. It is called with the model's own "
+            f"inputs, here ({', '.join(given)}), and returns the tags of that batch, as in "
+            'tags=lambda input_ids, labels, **_: {"label": labels}'
+        ) from error
+    if not isinstance(found, Mapping):
+        raise RecordingError(
+            f"tags= returned a {type(found).__name__}; expected a dict from the names of tags to "
+            'their values, such as {"label": labels}'
+        )
+    return dict(found)

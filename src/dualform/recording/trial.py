@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.certificate.bounds import ROUNDING
-from dualform.learning_rules import OneParameter, Setting
+from dualform.learning_rules import OneParameter, Setting, rule_of
 from dualform.learning_rules.settings import path_of
 from dualform.recording.findings import Findings
 from dualform.recording.kept import is_kept
-from dualform.recording.watched import Watch, Watched
+from dualform.recording.watched import BY_HAND, Watch, Watched
 
 TRIALS = 2
 KEPT_STATES_ONLY = {"torch.optim.lbfgs.LBFGS", "torch.optim.sparse_adam.SparseAdam"}
@@ -31,7 +31,7 @@ class ByHand(Optimizer):
         super().__init__(parameters, {})
 
 
-HAND, BY_HAND = path_of(ByHand), "is moved by hand, by a rule that is not known"
+HAND = path_of(ByHand)
 ALONE = (
     "cannot be replayed parameter by parameter: what it does to one depends on others, on chance "
     "or on several gradients"
@@ -44,17 +44,19 @@ class Trial:
     def __init__(self, watch: Watch, findings: Findings) -> None:
         self._watch, self._findings = watch, findings
         self._done: dict[str, int] = {}
+        self._path = HAND
+        """By which class the update that is under way is made."""
         self._copies: list[tuple[Watched, Setting, OneParameter, Tensor]] = []
 
     def begin(self, optimizer: Optimizer, moving: list[Watched], settings: list[Setting]) -> None:
         """Copy what an update of a class from elsewhere starts from."""
         self._copies = []
-        path = settings[0].path if settings else ""
+        path = self._path = settings[0].path
         if path == HAND:
             self._make_values(moving, BY_HAND)
         elif path in KEPT_STATES_ONLY:
             self._make_values(moving, f"{path} {ALONE}")
-        elif path and not path.startswith("torch.optim.") and self._done.get(path, 0) < TRIALS:
+        elif not path.startswith("torch.optim.") and self._done.get(path, 0) < TRIALS:
             self._done[path] = self._done.get(path, 0) + 1
             for w, setting in zip(moving, settings, strict=True):
                 state, classes = optimizer.state.get(w.tensor) or {}, {path: type(optimizer)}
@@ -64,6 +66,11 @@ class Trial:
 
     def end(self) -> None:
         """Take the same update with copies; parameters that go elsewhere are values."""
+        if self._path != HAND and rule_of(self._path) is None:
+            self._findings.remark(
+                f"{self._path} is not known to be linear in its gradients: verify, at and attend "
+                "work; contributions and masks do not reach what it moved"
+            )
         copies, self._copies = self._copies, []
         if not all(_goes_there(*copied) for copied in copies):
             self._make_values([w for w, *_ in copies], f"{copies[0][1].path} {ALONE}")

@@ -26,15 +26,14 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.learning_rules import SeenSettings, Setting, rule_of
+from dualform.errors import RecordingError
+from dualform.learning_rules import SeenSettings, Setting
 from dualform.recording.findings import Findings
 from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
-from dualform.recording.line import Line
 from dualform.recording.passes import Passes
-from dualform.recording.remarks import find_hand, say_unmoved, say_values
-from dualform.recording.trial import HAND, Trial
-from dualform.recording.watched import KEYS_ALONE, Flags, Watch, Watched, listed
+from dualform.recording.trial import Trial
+from dualform.recording.watched import KEYS_ALONE, Flags, Line, Watch, Watched, listed
 
 ANCHOR = 64
 """How many steps lie between fingerprints, and between sums where keys alone are kept."""
@@ -61,8 +60,6 @@ class Running:
     optimizer: Optimizer
     calls: int = 0
     moving: list[Watched] = field(default_factory=list)
-    new: list[Setting] = field(default_factory=list)
-    """Settings that no update had before."""
 
 
 class Updates:
@@ -79,7 +76,8 @@ class Updates:
         self.watch, self.passes, self.keeper, self.findings = watch, passes, keeper, findings
         self.every, self.step, self.first = every, 0, 0
         self.settings, self._listed = SeenSettings(), 0
-        passes.on_begin = find_hand(keeper.states)
+        passes.on_begin = self._before_any
+        self._moved_to: list[bytes] = []
         self.on_step: Callable[[Line], None] = lambda line: None
         self._trial = Trial(watch, findings)
         self._running: list[Running] = []
@@ -136,6 +134,17 @@ class Updates:
 
     # -- before the update ----------------------------------------------------------------------
 
+    def _before_any(self) -> None:
+        """A pass begins, and no optimizer was seen yet: does the loop move weights itself?"""
+        marks = self.keeper.states.now()[0].tobytes()
+        if marks not in self._moved_to[-1:]:
+            self._moved_to.append(marks)
+        if len(self._moved_to) > 2:  # SAM moves them once
+            raise RecordingError(
+                "the weights change from pass to pass, but no optimizer was seen to step. Where "
+                "the loop moves them itself, write it inside `with recorder.update():`"
+            )
+
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients: now or, given a closure, after its last backward pass."""
         self.watch.refuse_converted()
@@ -166,15 +175,19 @@ class Updates:
         optimizer, states = outer.optimizer, self.keeper.states
         self._wrappers.add(id(optimizer))
         states.take_over(None, [w for w in self.watch if states.owner[w.index] is optimizer])
-        indices = [w.index for w in outer.moving]
-        self._now.line.clear(indices)
-        self._now.is_known[indices] = False
+        self._forget([outer])
         outer.moving = []
+
+    def _forget(self, updates: list[Running]) -> Flags:
+        """Take back from the line what updates were about to move; return what that is."""
+        found = self.watch.among(w for running in updates for w in running.moving)
+        self._now.line.clear(found)
+        self._now.is_known[found] = False
+        return found
 
     def break_off(self) -> bool:
         """An exception ended an update: of what it was moving nothing is known."""
-        broken = np.zeros(len(self.watch), bool)
-        broken[[w.index for running in self._running for w in running.moving]] = True
+        broken = self.watch.among(w for running in self._running for w in running.moving)
         self._running.clear()
         if not self.is_under_way:
             self._go_on(self.step)
@@ -186,13 +199,11 @@ class Updates:
     def end(self) -> Flags:
         """Close the last step; find what was changed after it: by an update that was broken off,
         by best or averaged weights put in. The memory ends before that."""
-        states, broken = self.keeper.states, [w.index for r in self._running for w in r.moving]
+        states, broken = self.keeper.states, self._forget(self._running)
         self._running.clear()
-        self._now.line.clear(broken)
-        self._now.is_known[broken] = False
         if self.is_under_way:
             self.close_step()
-        changed = states.changed() | (states.differ() if broken else False)
+        changed = states.changed() | (states.differ() if broken.any() else False)
         back = states.step_of_weights() if changed.any() else self.step
         others = [self.watch.parameters[i] for i in np.flatnonzero(changed)]
         if back is None and any(w.name in self.keeper.lost for w in others):
@@ -205,7 +216,7 @@ class Updates:
                 which = f"its weights are those after update {back}"
                 values = changed & ~self.watch.resolved
                 kept = [self.watch.parameters[i] for i in np.flatnonzero(values)]
-                self.keeper.keep_weights(back, kept)
+                self.keeper.keep(back, kept, "")
             self.findings.remark(
                 f"the model was changed after its last update, {self.step}, where this memory "
                 f"ends: {which}"
@@ -221,11 +232,9 @@ class Updates:
         running.calls += 1
         if skips(optimizer):
             return
-        known = len(self.settings.settings)
         moving, places, fresh = self._read(optimizer)
         if not moving:
             return
-        running.new += self.settings.settings[known:]
         indices = [w.index for w in moving]
         if running.calls == 1:
             moved, held = self._now.line.moved, self.watch.held(optimizer)
@@ -335,7 +344,7 @@ class Updates:
             if states.are_as_begun(replaced):
                 return
             if not is_first:  # what it moves was not moved since
-                self.keeper.snapshot(self.step, replaced)
+                self.keeper.keep(self.step, replaced)
                 self.keeper.is_edited = True
             why = "resumed with another optimizer's state"
             self.findings.remark(
@@ -343,7 +352,7 @@ class Updates:
                 "there: what it remembered is part of the remainder"
             )
         elif had_another or is_warm:
-            self.keeper.snapshot(self.step, replaced)
+            self.keeper.keep(self.step, replaced)
             self.keeper.is_edited = True
         else:
             return
@@ -416,12 +425,6 @@ class Updates:
         if not moving:
             return
         watch, line, moved = self.watch, self._now.line, self.watch.among(moving)
-        for setting in running.new:
-            if rule_of(setting.path) is None and setting.path != HAND:
-                self.findings.remark(
-                    f"{setting.path} is not known to be linear in its gradients: verify, at and "
-                    "attend work; contributions and masks do not reach what it moved"
-                )
         if running.calls > 1:
             for w in (w for w in moving if watch.resolved[w.index]):
                 watch.make_values(w, "its optimizer calls its closure several times in a step")
@@ -483,9 +486,14 @@ class Updates:
         self.on_step(now.line)
         self._go_on(self.step)
         if self.step == self.first + 1:
-            say_unmoved(watch, keeper.states, self.findings)
+            owner = keeper.states.owner
+            left = [w.name for w in watch if w.tensor.grad is not None and not owner[w.index]]
+            if left:
+                self.findings.remark(
+                    f"{listed(left)}: has a gradient, but no optimizer moved it in the first step"
+                )
         if watch.unsaid:
-            say_values(watch, self.findings)
+            self.findings.say_values(watch)
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:

@@ -12,9 +12,11 @@ All rows of all parameters lie one after the other, so that one comparison serve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from math import prod
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +30,6 @@ from dualform.certificate.marks import nature_of
 from dualform.errors import RecordingError
 from dualform.layers import Kind, Layer, kinds
 from dualform.memory.directions import direction, signs
-from dualform.recording.members import Members
 from dualform.recording.regions import Region
 from dualform.recording.tags import Tag
 
@@ -36,6 +37,7 @@ SMALL = 1 << 12
 """Up to this many entries a parameter without patterns is kept after every update."""
 
 KEYS_ALONE = "its layer keeps keys alone"
+BY_HAND = "is moved by hand, by a rule that is not known"
 
 FIRST_BYTES = 1 << 20
 """About how large a part's first region is."""
@@ -109,7 +111,7 @@ class Site:
         """Take back the rows that no update has consumed."""
         self.pending = []
         for region in self.parts.values():
-            region.cut(self.settled)
+            region.rows = self.settled
 
 
 @dataclass(eq=False)
@@ -139,17 +141,33 @@ class Watched:
         own = layer.rows_of(self.name)
         return slice(self.place.start + own.start, self.place.start + own.stop)
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether it has another dtype, or shape, than the memory says."""
-        return nature_of(self.tensor) != self.nature
 
-    @property
-    def became(self) -> str:
-        """What it was converted to."""
-        shape, dtype = nature_of(self.tensor)
-        is_cast = dtype != self.nature[1]
-        return str(dtype).removeprefix("torch.") if is_cast else f"of shape {list(shape)}"
+class Members:
+    """Every module and parameter of a model, and where it is held: a loop may put other parameters
+    in place of some."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Watched]) -> None:
+        self._model, self._parameters = model, parameters
+        self.replaced = 0
+        """How many other objects were found in place of parameters so far."""
+        self._look()
+
+    def _look(self) -> None:
+        both = ((m._modules, m._parameters) for m in self._model.modules())
+        self._tables: list[dict[str, Any]] = [table for pair in both for table in pair if table]
+        self._found = list(chain.from_iterable(map(dict.values, self._tables)))
+        self.by_id = {id(w.tensor): w for w in reversed(self._parameters)}
+
+    def follow(self) -> None:
+        """Take up what the loop has put in place of parameters, under the same names."""
+        if all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._found)):
+            return
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for w in self._parameters:
+            found = named.get(w.name)  # None, or no parameter: pruned or parametrized since, say
+            if found is not w.tensor and isinstance(found, nn.Parameter):
+                w.tensor, self.replaced = found, self.replaced + 1
+        self._look()
 
 
 class Watch:
@@ -195,19 +213,24 @@ class Watch:
                 if (w := self.members.by_id.get(id(p))) is not None:
                     yield w
 
-    def converted(self) -> list[Watched]:
-        """The parameters that the loop has put into another dtype, or shape."""
-        return [w for w in self.parameters if (w.tensor.shape, w.tensor.dtype) != w.nature]
+    def converted(self) -> str:
+        """Say which parameters the loop has put into another dtype, or shape; "" if none."""
+        found = [w for w in self.parameters if (w.tensor.shape, w.tensor.dtype) != w.nature]
+        if not found:
+            return ""
+        (shape, dtype), first = found[0].nature, found[0]
+        return (
+            f"{listed([w.name for w in found])}: became of another dtype or shape; {first.name!r} "
+            f"is {first.tensor.dtype} {[*first.tensor.shape]} now, expected {dtype} {[*shape]}, as "
+            "when recording began"
+        )
 
     def refuse_converted(self) -> None:
         """Stop before anything is trained in another dtype, or shape, than the memory has."""
-        if found := self.converted():
-            (shape, dtype), now = found[0].nature, found[0].tensor
+        if said := self.converted():
             raise RecordingError(
-                f"{listed([w.name for w in found])}: converted while being recorded. "
-                f"{found[0].name!r} is {now.dtype} {list(now.shape)} now, expected {dtype} "
-                f"{list(shape)}, as when recording began. Every update before is recorded: convert "
-                "the model before dualform.record, or record again into a new path"
+                f"{said}. It was converted while being recorded: every update before is in the "
+                "memory. Convert the model before dualform.record, or record again into a new path"
             )
 
     def among(self, watched: Iterable[Watched]) -> Flags:
@@ -296,6 +319,43 @@ class Watch:
         self.gross[gone] = 0.0
         for flags in (self.carried, self.unknown, self.narrow):
             flags &= ~gone
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """An entry per parameter; nothing is written into it once it is in the log."""
+
+    moved: Flags
+    setting: NDArray[np.int32]
+    fresh: Flags
+    """The optimizer remembered nothing of the parameter before."""
+    carried: Flags
+    """The gradient still held what it held at the end of the step before."""
+    kappa: Reals
+    explained: Flags
+    seen: Reals
+    mark: NDArray[np.uint32]
+    state_mark: NDArray[np.uint32]
+
+    @classmethod
+    def blank(cls, count: int) -> Line:
+        """Begin the line of a step at which nothing has happened yet."""
+        no, none = np.zeros((4, count), bool), np.full((2, count), np.nan)
+        marks = np.zeros((2, count), np.uint32)
+        setting = np.full(count, -1, np.int32)
+        return cls(no[0], setting, no[1], no[2], none[0], no[3], none[1], marks[0], marks[1])
+
+    def clear(self, among: Flags) -> None:
+        """Write down of some parameters that nothing has happened to them."""
+        blank = Line.blank(len(among))
+        for f in fields(self):
+            np.copyto(getattr(self, f.name), getattr(blank, f.name), where=among)
+
+
+def stacked(lines: list[Line]) -> dict[str, NDArray[np.generic]]:
+    """The lines of a segment as the log's columns, [steps, parameters]."""
+    names = [f.name for f in fields(Line)] if lines else []
+    return {name: np.stack([getattr(line, name) for line in lines]) for name in names}
 
 
 def listed(names: list[str]) -> str:
