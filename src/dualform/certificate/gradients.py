@@ -79,9 +79,7 @@ class ExplainedGradients(FromPatterns):
     Given a number as `jitter`, rows are moved by what storing and computing round away.
     """
 
-    def __init__(
-        self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: int | None = None
-    ) -> None:
+    def __init__(self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: int = 0) -> None:
         super().__init__(memory, parameter)
         self.dtype, self._kept, self._jitter = dtype, memory.kept, jitter
 
@@ -139,13 +137,15 @@ class ExplainedGradients(FromPatterns):
         """Read the rows of a use; jitter follows from each number itself: one that comes back (an
         input, say) was rounded in one way each time, and that adds up."""
         rows = rows_of(layer, use, part)
-        if self._jitter is None or not rows.is_floating_point():
+        if not self._jitter or not rows.is_floating_point():
             return rows
         size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
         if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
             size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
         digits = 1e6 * rows.double().abs().clamp(min=2.0**-200).log2()
-        chance = (digits + 0.755 * self._jitter + 0.570 * torch.arange(rows.shape[1])).frac().abs()
+        chance = (
+            (digits + 0.755 * (self._jitter - 1) + 0.570 * torch.arange(rows.shape[1])).frac().abs()
+        )
         return rows + size * (2 * chance - 1).to(rows.dtype)
 
 

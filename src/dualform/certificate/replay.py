@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.certificate.bounds import TINY
+from dualform.certificate.bounds import TINY, projected
 from dualform.certificate.gradients import ExplainedGradients
 from dualform.certificate.marks import mark_of, remembered
 from dualform.errors import QueryError
-from dualform.learning_rules import Classes, OneParameter, State, class_of, classes, converted
+from dualform.learning_rules import Classes, OneParameter, State, class_of, classes
 from dualform.memory import Memory, Phase
 
 REACH, MOST = 8, 4096  # float32 steps κ is searched for: more where terms cancel; and at most
@@ -77,6 +77,10 @@ class Record:
                 self.explained[step] &= is_held or self.is_kept[step]
                 is_held = bool(self.explained[step])
 
+    def paths(self, steps: Sequence[int] | NDArray[np.bool_]) -> list[str]:
+        """List the classes that took some steps."""
+        return sorted({self.memory.settings[n].path for n in np.unique(self.log.setting[steps])})
+
     def stretches(self, known: Classes) -> list[Stretch]:
         """List the ways between kept states, in order; the last may lead to the end of a run that
         died, of which marks alone are known."""
@@ -101,7 +105,7 @@ class Record:
         why = [f"{event.why} (before step {event.step})" for event in found]
         why += [self.cause(step) for step in moved if not self.explained[step]]
         why.sort(key=lambda said: not said.endswith(UNSAID))
-        for path in sorted({self.memory.settings[n].path for n in self.log.setting[moved]}):
+        for path in self.paths(moved):
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
                 why.append(f"{path} is not at hand: hand the class in (optimizer={name})")
@@ -131,8 +135,9 @@ class Record:
             return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
         if any(layer.keep == "examples" for layer in layers) and not self.is_kept[moved].all():
             return "sums of examples are not torch's sums"
-        gradients = ExplainedGradients(self.memory, self.known.name, self.known.dtype)
-        if any(map(gradients.may_meet, moved)):
+        if any(
+            map(ExplainedGradients(self.memory, self.known.name, self.known.dtype).may_meet, moved)
+        ):
             return "several uses of it in a pass may have shared a view or a cast"
         then, now = phase_of(self.memory, way.stop - 1)._asdict(), here()
         differs = [n for n in ("machine", "torch") if then[n] not in ("", now[n])]
@@ -143,57 +148,53 @@ class Replay:
     """Replays of one parameter; `factors` shares between parameters what marks say of κ."""
 
     def __init__(
-        self,
-        record: Record,
-        dtype: torch.dtype,
-        known: Classes,
-        factors: Factors | None = None,
-        jitter: int | None = None,
+        self, record: Record, dtype: torch.dtype, known: Classes, factors: Factors, jitter: int = 0
     ) -> None:
         self._memory, self._name, self._log = record.memory, record.known.name, record.log
         self._gradients = ExplainedGradients(self._memory, self._name, dtype, jitter)
         self._is_own = dtype == record.known.dtype
-        self._is_marked = self._is_own and jitter is None
+        self._is_marked = self._is_own and not jitter
         was_scaled = (self._log.kappa[self._log.explained] != 1.0).any()
         self._is_measured = ~record.is_kept & was_scaled
         """At which steps κ is known as measured only: a gradient that was kept has it in it."""
-        self._dtype, self._known, self._factors = dtype, known, {} if factors is None else factors
+        self._dtype, self._known, self._factors = dtype, known, factors
 
     def run(
         self, start: int, steps: Sequence[int], begin: tuple[Tensor, State] | None = None
     ) -> Iterator[Replayed]:
         """Take some updates from a kept state on, or from the weights and state given."""
-        kept = self._memory.kept
+        kept, threads = self._memory.kept, torch.get_num_threads()
         begin = begin or (kept.weights(self._name, start), kept.state(self._name, start))
         one = OneParameter(*begin, self._known, self._dtype)
-        for step in steps:
-            if self._log.moved[step]:
-                with threads(phase_of(self._memory, step).threads if self._is_own else 0):
-                    taken = self._take(one, step, *self._gradients.total(step))
-                self._gradients.last = step, taken
-                yield Replayed(step, one.weights, one.state, self._is_marked)
+        for step in (step for step in steps if self._log.moved[step]):
+            then = phase_of(self._memory, step).threads
+            try:  # sums depend on it to the bit
+                torch.set_num_threads(then if self._is_own and 0 < then <= 4096 else threads)
+                one = self._taken(one, step)
+            finally:
+                torch.set_num_threads(threads)
+            yield Replayed(step, one.weights, one.state, self._is_marked)
 
-    def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:
+    def _taken(self, one: OneParameter, step: int) -> OneParameter:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
-        log, factors, held = self._log, iter([kappa]), total
+        log, gradients, taken = self._log, self._gradients, one
         setting, fresh = self._memory.settings[log.setting[step]], bool(log.fresh[step])
-        if self._is_marked and self._is_measured[step]:
-            state = {name: converted(value, self._dtype) for name, value in one.state.items()}
-            before, factors = (one.weights.clone(), state), self._may_be(step, total, kappa)
-        for nth, factor in enumerate(factors):
-            if nth:
-                one.put(*before)
-            held = self._gradients.times(total, factor)
+        total, kappa = gradients.total(step)
+        is_searched = self._is_marked and self._is_measured[step]
+        for factor in self._may_be(step, total, kappa) if is_searched else [kappa]:
+            if is_searched:
+                taken = OneParameter(one.weights, one.state, self._known, self._dtype)
+            gradients.last = step, gradients.times(total, factor)
             try:
-                one.step(setting, held.clone(), fresh=fresh)
+                taken.step(setting, gradients.last[1].clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
-            if self._is_marked and self._is_as_marked(one, step):
+            if self._is_marked and self._is_as_marked(taken, step):
                 self._factors[step, kappa] = factor
-                return held
+                return taken
         self._is_marked = False  # it is not κ that is wrong
-        return held
+        return taken
 
     def _is_as_marked(self, one: OneParameter, step: int) -> bool:
         mark, of_state = int(self._log.mark[step]), int(self._log.state_mark[step])
@@ -207,15 +208,12 @@ class Replay:
         was taken for 1 when it was measured."""
         yield self._factors.get((step, kappa), kappa)
         yield from _beside(kappa, REACH)
-        if kappa == 1.0:
-            yield kappa
-            return
-        v, signs = self._gradients.v, self._gradients.signs
-        rows = total.double().reshape(len(signs), -1)
-        whole = float(signs @ (rows[:, 0] if v is None else rows @ v).numpy()) or TINY
-        # x·v may be small by chance where the gradient is not: its size says how far sums are off
-        terms = float(torch.linalg.vector_norm(rows)) / abs(whole)
-        yield from _beside(self._log.seen[step] / whole, int(min(MOST, REACH + REACH * terms)))
+        if kappa != 1.0:
+            v, signs = self._gradients.v, self._gradients.signs
+            whole = float(signs @ projected(total, v)[0]) or TINY
+            # x·v may be small by chance where the gradient is not: its size bounds its sums
+            terms = float(torch.linalg.vector_norm(total.double())) / abs(whole)
+            yield from _beside(self._log.seen[step] / whole, int(min(MOST, REACH + REACH * terms)))
         yield kappa
 
 
@@ -248,7 +246,8 @@ def at(
     way, dtype = record.stretch(step, kept, known), record.known.dtype
     why, weights = way.broken, memory.kept.weights(parameter, way.start)
     is_exact = dtype == torch.float32 and not why and not record.inexact(way)
-    for done in Replay(record, dtype, known, factors).run(way.start, () if why else way.steps):
+    replay = Replay(record, dtype, known, {} if factors is None else factors)
+    for done in replay.run(way.start, () if why else way.steps):
         weights = done.weights
         if is_exact and not done.is_as_marked:
             why = f"{ELSEWHERE} at step {done.step}"
@@ -272,14 +271,3 @@ def here() -> dict[str, Any]:
     """Say what the bits of a sum depend on: threads, machine and torch."""
     machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {"threads": torch.get_num_threads(), "machine": machine, "torch": torch.__version__}
-
-
-@contextmanager
-def threads(wanted: int) -> Iterator[None]:
-    """Compute with as many threads as training did: sums depend on it to the bit."""
-    now = torch.get_num_threads()
-    torch.set_num_threads(wanted if 0 < wanted <= 4096 else now)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(now)
