@@ -49,9 +49,9 @@ def verify(
     compared = [] if model is None else [compare(memory, name, model) for name in names]
     place: int | str = ""
     if model is not None and not all(check.passed for check in compared):
-        own = (c for c in compared if memory.log(c.parameter).moved.any())
+        own = (c.passed for c in compared if memory.log(c.parameter).moved.any())
         place = ANOTHER if (at := step_of(memory, model)) is None else at
-        if place == memory.steps or (place == ANOTHER and any(check.passed for check in own)):
+        if place == memory.steps or (place == ANOTHER and any(own)):
             place = ""  # the last one, edited
     checks += compared if place == "" else []
     verdicts = {name: found.verdict for name, found in judged.items()}

@@ -58,7 +58,7 @@ class Judged:
         ways, moved = record.stretches(known), record.log.moved.any()
         broken = [way.broken for way in ways if way.broken]
         is_open = record.explained.any() or not moved
-        chosen = [way for way in ways if is_open and not way.broken and way.steps]
+        chosen = [way for way in ways if is_open and not way.broken]
         if not every_step and len(chosen) > CHOSEN:  # the last, and some spread over the run
             chosen = [chosen[round(at)] for at in np.linspace(0, len(chosen) - 1, CHOSEN)]
         missed = [found for way in reversed(chosen) if (found := self._missed(way))]
@@ -110,7 +110,7 @@ class Judged:
         """Replay a stretch in training's dtype; None if it reaches the very bits of its end."""
         log, kept, name = self._log, self._kept, self._name
         weights, state = kept.weights(name, way.start), kept.state(name, way.start)
-        is_clipped = (log.moved & (log.kappa != 1.0))[list(way.steps)].any()
+        is_clipped = (log.moved & (log.kappa != 1.0))[way.steps].any()
 
         def missed(step: int, why: str, is_open: bool = False) -> Missed:
             unknown = UNKNOWN if is_clipped and is_open else ""
@@ -173,7 +173,7 @@ class Judged:
         for stop in steps[1:]:
             way, motions = record.stretch(stop, points), list[Motion]()
             start, end, nothing = points[way.start], points[stop], (0.0, 0.0)
-            for step in (step for step in way.steps if log.moved[step]):
+            for step in way.steps:
                 seen = self._compare(step) if record.explained[step] else nothing
                 motions += [(factors[step], *seen)] if is_linear else []
             off = (end.W - start.W) * bool(way.broken)
@@ -186,7 +186,7 @@ class Judged:
                     if stop not in record.replaced:
                         self._keep("fingerprints", end.m - reached.m, reached.room_m, end.m, stop)
             left -= set(way.steps)
-            rest += off if path.issuperset(way.steps) else 0.0
+            rest += off if stop - 1 in path else 0.0
         for step in sorted(left):
             self._compare(step)
         learned = root_mean_square((points[steps[-1]].W - points[steps[0]].W)[:-1])

@@ -38,12 +38,12 @@ Factors = dict[tuple[int, float], float]
 
 
 class Stretch(NamedTuple):
-    """The way of one parameter from a kept state to the next; `broken`: why patterns do not lead to
-    its end, empty if they do."""
+    """The way of one parameter from a kept state to the next: the steps that moved it, and why
+    patterns do not lead to its end (`broken`), empty if they do."""
 
     start: int
     stop: int
-    steps: tuple[int, ...]
+    steps: list[int]
     broken: str
 
 
@@ -88,28 +88,28 @@ class Record:
         ends = sorted({*kept, self.memory.steps} - {0} - self.back.keys())
         return [self.stretch(stop, kept, known) for stop in ends]
 
-    def way_back(self, at: int, kept: Collection[int]) -> tuple[int, tuple[int, ...]]:
+    def way_back(self, at: int, kept: Collection[int]) -> tuple[int, list[int]]:
         """Go back from the state after `at` updates to a kept one; list the updates between."""
         state, steps = self.back.get(at, at), list[int]()
         while state and (state == at or state not in kept or state in self.back):
             steps.append(state - 1)
             state = self.back.get(state - 1, state - 1)
-        return state, tuple(reversed(steps))
+        return state, steps[::-1]
 
     def stretch(self, stop: int, kept: Collection[int], known: Classes | None = None) -> Stretch:
         """Describe the way to a kept state; given classes, also whether they can take it."""
         start, steps = self.way_back(stop, kept)
         moved = [step for step in steps if self.log.moved[step]]
         within = {"edited": {*steps, stop} - {start}, "replaced": {*steps} - {start}}
-        found = [event for event in self.events if event.step in within.get(event.what, ())]
-        why = [f"{event.why} (before step {event.step})" for event in found]
+        found = [e for e in self.events if e.step in within.get(e.what, ())]
+        why = [f"{e.why} (before step {e.step})" for e in found]
         why += [self.cause(step) for step in moved if not self.explained[step]]
         why.sort(key=lambda said: not said.endswith(UNSAID))
         for path in self.paths(moved):
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
                 why.append(f"{path} is not at hand: hand the class in (optimizer={name})")
-        return Stretch(start, stop, steps, why[0] if why else "")
+        return Stretch(start, stop, moved, why[0] if why else "")
 
     def cause(self, step: int) -> str:
         """Say why a gradient is not explained; `UNSAID` if that is not on record."""
@@ -128,16 +128,14 @@ class Record:
     def inexact(self, way: Stretch) -> str:
         """Say why a stretch need not be reached to the bit here; empty if it must be."""
         layers = [self.memory.layer(name) for name in self.known.layers]
-        moved = [step for step in way.steps if self.log.moved[step]]
+        may_meet = ExplainedGradients(self.memory, self.known.name, self.known.dtype).may_meet
         if any(event.what == "shaken" and event.step <= way.stop for event in self.events):
             return "between updates something was added to the weights and taken away again"
         if any(layer.stored_eps for layer in layers):
             return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
-        if any(layer.keep == "examples" for layer in layers) and not self.is_kept[moved].all():
+        if any(layer.keep == "examples" for layer in layers) and not self.is_kept[way.steps].all():
             return "sums of examples are not torch's sums"
-        if any(
-            map(ExplainedGradients(self.memory, self.known.name, self.known.dtype).may_meet, moved)
-        ):
+        if any(map(may_meet, way.steps)):
             return "several uses of it in a pass may have shared a view or a cast"
         then, now = phase_of(self.memory, way.stop - 1)._asdict(), here()
         differs = [n for n in ("machine", "torch") if then[n] not in ("", now[n])]
@@ -190,17 +188,14 @@ class Replay:
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
-            if self._is_marked and self._is_as_marked(taken, step):
+            if self._is_marked and (  # a mark of 0 is none
+                log.mark[step] in (0, mark_of([taken.weights]))
+                and log.state_mark[step] in (0, mark_of(remembered(taken.state)))
+            ):
                 self._factors[step, kappa] = factor
                 return taken
         self._is_marked = False  # it is not κ that is wrong
         return taken
-
-    def _is_as_marked(self, one: OneParameter, step: int) -> bool:
-        mark, of_state = int(self._log.mark[step]), int(self._log.state_mark[step])
-        if mark and mark != mark_of([one.weights]):
-            return False
-        return not of_state or of_state == mark_of(remembered(one.state))
 
     def _may_be(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
         """List what κ may have been: what another parameter found, as measured or near it, near
