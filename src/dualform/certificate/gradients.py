@@ -138,10 +138,8 @@ class ExplainedGradients(FromPatterns):
         size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
         if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
             size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
-        digits = 1e6 * rows.double().abs().clamp(min=2.0**-200).log2()
-        chance = (
-            (digits + 0.755 * (self._jitter - 1) + 0.570 * torch.arange(rows.shape[1])).frac().abs()
-        )
+        digits = 1e6 * rows.double().abs().clamp(min=2.0**-200).log2() + 0.755 * (self._jitter - 1)
+        chance = (digits + 0.570 * torch.arange(rows.shape[1])).frac().abs()
         return (rows + size * (2 * chance - 1).to(rows.dtype)).to(dtype)
 
 

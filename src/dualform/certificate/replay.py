@@ -175,27 +175,28 @@ class Replay:
 
     def _taken(self, one: OneParameter, step: int) -> OneParameter:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
-        log, gradients, taken = self._log, self._gradients, one
+        log, gradients = self._log, self._gradients
         setting, fresh = self._memory.settings[log.setting[step]], bool(log.fresh[step])
-        total, kappa = gradients.total(step)
-        is_searched = self._is_marked and self._is_measured[step]
-        for factor in self._may_be(step, total, kappa) if is_searched else [kappa]:
-            if is_searched:
-                taken = OneParameter(one.weights, one.state, self._known, self._dtype)
+        (total, kappa), before = gradients.total(step), one
+        if is_searched := self._is_marked and self._is_measured[step]:
+            before = OneParameter(one.weights, one.state, self._known, self._dtype)
+        for nth, factor in enumerate(self._may_be(step, total, kappa) if is_searched else [kappa]):
+            if nth:
+                one = OneParameter(before.weights, before.state, self._known, self._dtype)
             gradients.last = step, gradients.times(total, factor)
             try:
-                taken.step(setting, gradients.last[1].clone(), fresh=fresh)
+                one.step(setting, gradients.last[1].clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
             if self._is_marked and (  # a mark of 0 is none
-                log.mark[step] in (0, mark_of([taken.weights]))
-                and log.state_mark[step] in (0, mark_of(remembered(taken.state)))
+                log.mark[step] in (0, mark_of([one.weights]))
+                and log.state_mark[step] in (0, mark_of(remembered(one.state)))
             ):
                 self._factors[step, kappa] = factor
-                return taken
+                return one
         self._is_marked = False  # it is not κ that is wrong
-        return taken
+        return one
 
     def _may_be(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
         """List what κ may have been: what another parameter found, as measured or near it, near
