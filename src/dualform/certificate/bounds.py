@@ -104,9 +104,9 @@ def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Reach
 
 def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
     """Project a tensor onto v in float64, row by row; give the size of each row as well."""
-    rows = tensor.double().flatten() if v is None else tensor.double().flatten(1)
     if v is None:
-        return rows.numpy(), rows.abs().numpy()
+        return (rows := tensor.double().flatten()).numpy(), rows.abs().numpy()
+    rows = tensor.double().flatten(1)
     size = torch.linalg.vector_norm(rows, dim=1) / max(1, rows.shape[1]) ** 0.5
     return (rows @ v.double().cpu()).numpy(), size.numpy()
 

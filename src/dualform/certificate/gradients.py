@@ -62,11 +62,13 @@ class FromPatterns(ABC):
         """Multiply by κ as the dtype does."""
         return gradient if kappa == 1.0 else gradient * kappa
 
-    def _uses(self, step: int) -> list[Use]:
-        """List the uses of a step, by backward pass and order in it."""
-        uses = ((layer, use) for layer in self.layers for use in layer.uses.of_step(step))
-        found = [(layer.uses.arrival_of(use), layer, use) for layer, use in uses]
-        return sorted(found, key=itemgetter(0))
+    def _passes(self, step: int) -> list[list[Use]]:
+        """List the uses of a step, pass by pass, in the order in which they arrived."""
+        found = [
+            (la.uses.arrival_of(u), la, u) for la in self.layers for u in la.uses.of_step(step)
+        ]
+        found.sort(key=itemgetter(0))
+        return [list(uses) for _, uses in groupby(found, key=lambda use: use[0][0])]
 
     def _role(self, layer: LayerMemory) -> str:
         return "weight" if self.known.name == layer.weight else "bias"
@@ -96,9 +98,6 @@ class ExplainedGradients(FromPatterns):
                 sums[key] = sums.pop(key) + product if key in sums else product
             onto.append(reduce(add, (one.to(self.dtype) for one in sums.values())))
         return reduce(add, onto or [torch.zeros(self.known.shape, dtype=self.dtype)])
-
-    def _passes(self, step: int) -> list[list[Use]]:
-        return [list(uses) for _, uses in groupby(self._uses(step), key=lambda use: use[0][0])]
 
     def may_meet(self, step: int) -> bool:
         """Whether uses may be added up before they reach `.grad`, in a way that is not on record.
@@ -155,7 +154,7 @@ class Sums(FromPatterns):
         self._lost = {layer.name: layer.lost(parameter) for layer in self.layers}
 
     def own(self, step: int, held: Tensor | None) -> Tensor:
-        found = (self._of_use(layer, use) for _, layer, use in self._uses(step))
+        found = (self._of_use(*use[1:]) for uses in self._passes(step) for use in uses)
         nothing = torch.tensor([[0.0], [LEAST]], dtype=torch.float64)
         return reduce(add, found, nothing.repeat(1, len(self.signs) + 1) if held is None else held)
 

@@ -1,15 +1,13 @@
-"""One parameter judged, by three of the checks: its verdict, and the worst of each kind.
+"""One parameter judged, by three checks: its verdict, and the worst of each kind.
 
 *steps*: every update's patterns against what training saw of its gradient. *fingerprints*: under a
-rule with scalars only, (W v, m v) of the rows and of their signed sum is carried from each
-fingerprint or kept state through the rule to the next. *states*: torch's own optimizer goes from
-kept state to kept state. What no walk explains of the way from the first to the last is the
-remainder.
+rule with scalars only, (W v, m v) of the rows and of their signed sum is carried from each point
+that is known to the next; what no walk explains is the remainder. *states*: torch's own optimizer
+goes from kept state to kept state: the last stretch and eight more (`every_step=True`: all).
 
-States decide to the bit where bits can be expected: the last stretch and eight more, spread over
-the run (`every_step=True`: all). Elsewhere (another machine, rows in 16 bits, sums by example) the
-bounds decide: sums and walks along v, and for rules that are not linear replays in two precisions,
-what they differ by.
+States decide to the bit where bits can be expected. Elsewhere (another machine, rows in 16 bits,
+sums by example) the bounds decide: sums and walks along v, and for rules that are not linear
+replays in two precisions, what they differ by.
 """
 
 from __future__ import annotations
@@ -156,8 +154,7 @@ class Judged:
 
     def _walk(self) -> tuple[bool, float, float, float]:
         """Follow it from point to point: whether its rules have scalars only; the bounds of all
-        ways together; how far it went, as the root mean square of rows; and the share of that
-        which patterns do not explain."""
+        ways together; how far it went; the share of that which patterns do not explain."""
         record, memory, log = self._record, self._record.memory, self._log
         rules = [rule_of(path) for path in record.paths(log.moved)]
         is_linear = bool(rules) and all(rule and rule.is_linear for rule in rules)

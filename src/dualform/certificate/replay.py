@@ -4,7 +4,7 @@ A *stretch* leads from a kept state to the next one on the run's path (what a re
 left out). It can be replayed if every update in it is explained and nothing on record lies between.
 In training's dtype, on the machine and with the threads of training, a replay must reach the very
 bits of the state at its end, and the mark of every step on the way: so a tampered row is found at
-its very step. Elsewhere it is right up to rounding (`checks.py`).
+its very step. Elsewhere it is right up to rounding (`judging.py`).
 
 Why it is hard: under clipping κ was measured, which leaves a few neighbouring numbers; the step's
 mark says which it was.
@@ -38,8 +38,8 @@ Factors = dict[tuple[int, float], float]
 
 
 class Stretch(NamedTuple):
-    """The way of one parameter from a kept state to the next: the steps that moved it, and why
-    patterns do not lead to its end (`broken`), empty if they do."""
+    """From a kept state to the next: the steps that moved the parameter, and why patterns do not
+    lead to its end (`broken`), empty if they do."""
 
     start: int
     stop: int
@@ -152,8 +152,7 @@ class Replay:
         self._gradients = ExplainedGradients(self._memory, self._name, dtype, jitter)
         self._is_own = dtype == record.known.dtype
         self._is_marked = self._is_own and not jitter
-        was_scaled = (self._log.kappa[self._log.explained] != 1.0).any()
-        self._is_measured = ~record.is_kept & was_scaled
+        self._is_measured = ~record.is_kept & (self._log.kappa[self._log.explained] != 1.0).any()
         """At which steps κ is known as measured only: a gradient that was kept has it in it."""
         self._dtype, self._known, self._factors = dtype, known, factors
 
