@@ -149,7 +149,7 @@ def test_a_replay_goes_on_from_a_kept_state_in_the_middle() -> None:
         optimizer.step()
         one.step(setting, gradient(parameter.shape, step, 0), fresh=False)
     assert torch.equal(one.weights, parameter)
-    one.put(*kept)
+    one = OneParameter(*kept, classes(), parameter.dtype)
     for step in range(3, 6):
         one.step(setting, gradient(parameter.shape, step, 0), fresh=False)
     assert torch.equal(one.weights, parameter)

@@ -80,7 +80,7 @@ class Way:
         size = max(1, HELD // max(1, 4 * 8 * self.weights.numel()))
         kept, name = self.record.memory.kept, self.record.known.name
         begins: list[State] = [(kept.weights(name, start), kept.state(name, start))]
-        replay = Replay(self.record, torch.float64, self._known)
+        replay = Replay(self.record, torch.float64, self._known, {})
         chunks = [steps[low : low + size] for low in range(0, len(steps), size)]
         for chunk in chunks[:-1]:
             for done in replay.run(start, chunk, begins[-1]):

@@ -105,7 +105,7 @@ class View:
                 state = way.start
                 continue
             weights, since = memory.kept.weights(parameter, way.start).double(), way.start
-            replay = Replay(record, record.known.dtype, self.known)
+            replay = Replay(record, record.known.dtype, self.known, {})
             for done in replay.run(way.start, way.steps):
                 total += float(share[since : done.step + 1].sum()) * weights
                 weights, since = done.weights.to(torch.float64, copy=True), done.step + 1

@@ -1,9 +1,9 @@
 """Do patterns, log and weights agree? One answer, to the bit where bits can be expected.
 
 `bounds.py` is the one theory of rounding, `marks.py` the numbers that say where training was;
-recorder, resuming and `verify` share both. `gradients.py` is what patterns sum to, `walking.py`
-compares it with what training saw and carries weights along one direction, `replay.py` lets torch's
-own optimizer take the steps again; `checks.py` asks them, `report.py` says what they found.
+recorder, resuming and `verify` share both. `gradients.py` is what patterns sum to, `replay.py` lets
+torch's own optimizer take the steps again; by these `judging.py` finds a verdict for a parameter,
+`checks.py` for all and the model, and `report.py` says what was found.
 """
 
 from dualform.certificate.checks import step_of as step_of

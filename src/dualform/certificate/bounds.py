@@ -102,6 +102,15 @@ def walk(start: Along, end: Along, motions: Sequence[Motion], u: float) -> Reach
     return Reached(W, m, room_W, room_m)
 
 
+def projected(tensor: Tensor, v: Tensor | None) -> tuple[Reals, Reals]:
+    """Project a tensor onto v in float64, row by row; give the size of each row as well."""
+    if v is None:
+        return (rows := tensor.double().flatten()).numpy(), rows.abs().numpy()
+    rows = tensor.double().flatten(1)
+    size = torch.linalg.vector_norm(rows, dim=1) / max(1, rows.shape[1]) ** 0.5
+    return (rows @ v.double().cpu()).numpy(), size.numpy()
+
+
 def root_mean_square(rows: Reals) -> float:
     """Give the size of a typical row."""
     return float(np.sqrt(np.mean(rows * rows))) if rows.size else 0.0

@@ -25,7 +25,7 @@ from dualform.certificate.bounds import LEAST, LOST, ROUNDING, SUM, spread
 from dualform.memory import LayerMemory, Memory
 
 Use = tuple[tuple[int, int], LayerMemory, int]
-"""The pass and as the how-manieth it arrives there; the layer, and the number of the use there."""
+"""The pass and the place of its arrival there; the layer, and the number of the use there."""
 
 
 class FromPatterns(ABC):
@@ -36,8 +36,7 @@ class FromPatterns(ABC):
         self.v, self.signs = memory.direction(parameter), memory.signs(parameter)
         found = (memory.layer(name) for name in self.known.layers)
         self.layers = [layer for layer in found if layer.keep != "keys"]
-        self.last: tuple[int | None, Tensor] = None, torch.empty(0)
-        """What `.grad` held after which step."""
+        self.last: tuple[int | None, Tensor] = None, torch.empty(0)  # step, and `.grad` after it
 
     @abstractmethod
     def own(self, step: int, held: Tensor | None) -> Tensor:
@@ -45,13 +44,13 @@ class FromPatterns(ABC):
 
     def total(self, step: int) -> tuple[Tensor, float]:
         """Give the gradient of a step as the backward pass left it, and κ as in the log."""
-        first = step
-        while first and self.log.carried[first] and first - 1 != self.last[0]:
+        log, first = self.log, step
+        while first and log.carried[first] and first - 1 != self.last[0]:
             first -= 1
         for earlier in range(first, step):
             self.of(earlier)
-        is_carried = self.log.carried[step] and self.last[0] == step - 1
-        kappa = float(self.log.kappa[step]) if self.log.moved[step] else 1.0
+        is_carried = log.carried[step] and self.last[0] == step - 1
+        kappa = float(log.kappa[step]) if log.moved[step] else 1.0
         return self.own(step, self.last[1] if is_carried else None), kappa
 
     def of(self, step: int) -> Tensor:
@@ -63,11 +62,13 @@ class FromPatterns(ABC):
         """Multiply by κ as the dtype does."""
         return gradient if kappa == 1.0 else gradient * kappa
 
-    def _uses(self, step: int) -> list[Use]:
-        """List the uses of a step, by backward pass and order in it."""
-        uses = ((layer, use) for layer in self.layers for use in layer.uses.of_step(step))
-        found = [(layer.uses.arrival_of(use), layer, use) for layer, use in uses]
-        return sorted(found, key=itemgetter(0))
+    def _passes(self, step: int) -> list[list[Use]]:
+        """List the uses of a step, pass by pass, in the order in which they arrived."""
+        found = [
+            (la.uses.arrival_of(u), la, u) for la in self.layers for u in la.uses.of_step(step)
+        ]
+        found.sort(key=itemgetter(0))
+        return [list(uses) for _, uses in groupby(found, key=lambda use: use[0][0])]
 
     def _role(self, layer: LayerMemory) -> str:
         return "weight" if self.known.name == layer.weight else "bias"
@@ -79,9 +80,7 @@ class ExplainedGradients(FromPatterns):
     Given a number as `jitter`, rows are moved by what storing and computing round away.
     """
 
-    def __init__(
-        self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: int | None = None
-    ) -> None:
+    def __init__(self, memory: Memory, parameter: str, dtype: torch.dtype, jitter: int = 0) -> None:
         super().__init__(memory, parameter)
         self.dtype, self._kept, self._jitter = dtype, memory.kept, jitter
 
@@ -90,20 +89,15 @@ class ExplainedGradients(FromPatterns):
         return super().total(step) if kept is None else (kept.to(self.dtype, copy=True), 1.0)
 
     def own(self, step: int, held: Tensor | None) -> Tensor:
-        total = held
+        onto = [] if held is None else [held]
         for uses in self._passes(step):
             sums: dict[object, Tensor] = {}
             for at, layer, use in uses:
                 product, dtype = self._of_use(layer, use), layer.uses.dtype_of(use)
                 key = at if dtype == self.known.dtype else dtype  # one cast for all of fewer bits
-                earlier = sums.pop(key, None)
-                sums[key] = product if earlier is None else earlier + product
-            passed = reduce(add, (one.to(self.dtype) for one in sums.values()))
-            total = passed if total is None else total + passed
-        return torch.zeros(self.known.shape, dtype=self.dtype) if total is None else total
-
-    def _passes(self, step: int) -> list[list[Use]]:
-        return [list(uses) for _, uses in groupby(self._uses(step), key=lambda use: use[0][0])]
+                sums[key] = sums.pop(key) + product if key in sums else product
+            onto.append(reduce(add, (one.to(self.dtype) for one in sums.values())))
+        return reduce(add, onto or [torch.zeros(self.known.shape, dtype=self.dtype)])
 
     def may_meet(self, step: int) -> bool:
         """Whether uses may be added up before they reach `.grad`, in a way that is not on record.
@@ -119,14 +113,13 @@ class ExplainedGradients(FromPatterns):
 
     def _of_use(self, layer: LayerMemory, use: int) -> Tensor:
         """Compute what one use brought, as large as the parameter."""
-        kind, role, uses = layers.of(layer.kind), self._role(layer), layer.uses
+        kind, role, uses, dtype = layers.of(layer.kind), self._role(layer), layer.uses, self.dtype
         if layer.keep == "examples":
-            written = self._rows(layer, use, role).to(self.dtype)
+            written = self._rows(layer, use, role, dtype)
             own = written.sum(0).view(kind.shape_of(layer.layer, role))
         else:
-            dtype = uses.dtype_of(use) if self.dtype == self.known.dtype else self.dtype
-            rows = (self._rows(layer, use, part) for part in ("keys", "error_signals"))
-            keys, signals = (r.to(dtype) if r.is_floating_point() else r for r in rows)
+            dtype = uses.dtype_of(use) if dtype == self.known.dtype else dtype
+            keys, signals = (self._rows(layer, use, p, dtype) for p in ("keys", "error_signals"))
             facts = uses.shape_of(use), int(uses.layout[use])
             own = kind.gradient(layer.layer, role, keys, signals, *facts)
         if tuple(own.shape) == self.known.shape:
@@ -135,18 +128,18 @@ class ExplainedGradients(FromPatterns):
         full[layer.rows_of(self.known.name)] = own
         return full
 
-    def _rows(self, layer: LayerMemory, use: int, part: str) -> Tensor:
+    def _rows(self, layer: LayerMemory, use: int, part: str, dtype: torch.dtype) -> Tensor:
         """Read the rows of a use; jitter follows from each number itself: one that comes back (an
         input, say) was rounded in one way each time, and that adds up."""
         rows = rows_of(layer, use, part)
-        if self._jitter is None or not rows.is_floating_point():
-            return rows
+        if not self._jitter or not rows.is_floating_point():
+            return rows.to(dtype) if rows.is_floating_point() else rows
         size = max(layer.stored_eps / 2, ROUNDING[layer.dtype]) * rows.abs()
         if layer.stored == torch.float16:  # its smallest step, of keys or relative to each row
             size = size + 2.0**-25 * (1.0 if part == "keys" else rows.abs().amax(1, keepdim=True))
-        digits = 1e6 * rows.double().abs().clamp(min=2.0**-200).log2()
-        chance = (digits + 0.755 * self._jitter + 0.570 * torch.arange(rows.shape[1])).frac().abs()
-        return rows + size * (2 * chance - 1).to(rows.dtype)
+        digits = 1e6 * rows.double().abs().clamp(min=2.0**-200).log2() + 0.755 * (self._jitter - 1)
+        chance = (digits + 0.570 * torch.arange(rows.shape[1])).frac().abs()
+        return (rows + size * (2 * chance - 1).to(rows.dtype)).to(dtype)
 
 
 class Sums(FromPatterns):
@@ -161,7 +154,7 @@ class Sums(FromPatterns):
         self._lost = {layer.name: layer.lost(parameter) for layer in self.layers}
 
     def own(self, step: int, held: Tensor | None) -> Tensor:
-        found = (self._of_use(layer, use) for _, layer, use in self._uses(step))
+        found = (self._of_use(*use[1:]) for uses in self._passes(step) for use in uses)
         nothing = torch.tensor([[0.0], [LEAST]], dtype=torch.float64)
         return reduce(add, found, nothing.repeat(1, len(self.signs) + 1) if held is None else held)
 

@@ -4,7 +4,7 @@ A *stretch* leads from a kept state to the next one on the run's path (what a re
 left out). It can be replayed if every update in it is explained and nothing on record lies between.
 In training's dtype, on the machine and with the threads of training, a replay must reach the very
 bits of the state at its end, and the mark of every step on the way: so a tampered row is found at
-its very step. Elsewhere it is right up to rounding (`checks.py`).
+its very step. Elsewhere it is right up to rounding (`judging.py`).
 
 Why it is hard: under clipping κ was measured, which leaves a few neighbouring numbers; the step's
 mark says which it was.
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dualform.certificate.bounds import TINY
+from dualform.certificate.bounds import TINY, projected
 from dualform.certificate.gradients import ExplainedGradients
 from dualform.certificate.marks import mark_of, remembered
 from dualform.errors import QueryError
-from dualform.learning_rules import Classes, OneParameter, State, class_of, classes, converted
+from dualform.learning_rules import Classes, OneParameter, State, class_of, classes
 from dualform.memory import Memory, Phase
 
 REACH, MOST = 8, 4096  # float32 steps κ is searched for: more where terms cancel; and at most
@@ -38,12 +38,12 @@ Factors = dict[tuple[int, float], float]
 
 
 class Stretch(NamedTuple):
-    """The way of one parameter from a kept state to the next; `broken`: why patterns do not lead to
-    its end, empty if they do."""
+    """From a kept state to the next: the steps that moved the parameter, and why patterns do not
+    lead to its end (`broken`), empty if they do."""
 
     start: int
     stop: int
-    steps: tuple[int, ...]
+    steps: list[int]
     broken: str
 
 
@@ -77,6 +77,10 @@ class Record:
                 self.explained[step] &= is_held or self.is_kept[step]
                 is_held = bool(self.explained[step])
 
+    def paths(self, steps: Sequence[int] | NDArray[np.bool_]) -> list[str]:
+        """List the classes that took some steps."""
+        return sorted({self.memory.settings[n].path for n in np.unique(self.log.setting[steps])})
+
     def stretches(self, known: Classes) -> list[Stretch]:
         """List the ways between kept states, in order; the last may lead to the end of a run that
         died, of which marks alone are known."""
@@ -84,28 +88,28 @@ class Record:
         ends = sorted({*kept, self.memory.steps} - {0} - self.back.keys())
         return [self.stretch(stop, kept, known) for stop in ends]
 
-    def way_back(self, at: int, kept: Collection[int]) -> tuple[int, tuple[int, ...]]:
+    def way_back(self, at: int, kept: Collection[int]) -> tuple[int, list[int]]:
         """Go back from the state after `at` updates to a kept one; list the updates between."""
         state, steps = self.back.get(at, at), list[int]()
         while state and (state == at or state not in kept or state in self.back):
             steps.append(state - 1)
             state = self.back.get(state - 1, state - 1)
-        return state, tuple(reversed(steps))
+        return state, steps[::-1]
 
     def stretch(self, stop: int, kept: Collection[int], known: Classes | None = None) -> Stretch:
         """Describe the way to a kept state; given classes, also whether they can take it."""
         start, steps = self.way_back(stop, kept)
         moved = [step for step in steps if self.log.moved[step]]
         within = {"edited": {*steps, stop} - {start}, "replaced": {*steps} - {start}}
-        found = [event for event in self.events if event.step in within.get(event.what, ())]
-        why = [f"{event.why} (before step {event.step})" for event in found]
+        found = [e for e in self.events if e.step in within.get(e.what, ())]
+        why = [f"{e.why} (before step {e.step})" for e in found]
         why += [self.cause(step) for step in moved if not self.explained[step]]
         why.sort(key=lambda said: not said.endswith(UNSAID))
-        for path in sorted({self.memory.settings[n].path for n in self.log.setting[moved]}):
+        for path in self.paths(moved):
             if known is not None and class_of(path, known) is None:
                 name = path.rpartition(".")[2]
                 why.append(f"{path} is not at hand: hand the class in (optimizer={name})")
-        return Stretch(start, stop, steps, why[0] if why else "")
+        return Stretch(start, stop, moved, why[0] if why else "")
 
     def cause(self, step: int) -> str:
         """Say why a gradient is not explained; `UNSAID` if that is not on record."""
@@ -124,15 +128,14 @@ class Record:
     def inexact(self, way: Stretch) -> str:
         """Say why a stretch need not be reached to the bit here; empty if it must be."""
         layers = [self.memory.layer(name) for name in self.known.layers]
-        moved = [step for step in way.steps if self.log.moved[step]]
+        may_meet = ExplainedGradients(self.memory, self.known.name, self.known.dtype).may_meet
         if any(event.what == "shaken" and event.step <= way.stop for event in self.events):
             return "between updates something was added to the weights and taken away again"
         if any(layer.stored_eps for layer in layers):
             return f"rows are stored in {str(layers[0].stored).removeprefix('torch.')}"
-        if any(layer.keep == "examples" for layer in layers) and not self.is_kept[moved].all():
+        if any(layer.keep == "examples" for layer in layers) and not self.is_kept[way.steps].all():
             return "sums of examples are not torch's sums"
-        gradients = ExplainedGradients(self.memory, self.known.name, self.known.dtype)
-        if any(map(gradients.may_meet, moved)):
+        if any(map(may_meet, way.steps)):
             return "several uses of it in a pass may have shared a view or a cast"
         then, now = phase_of(self.memory, way.stop - 1)._asdict(), here()
         differs = [n for n in ("machine", "torch") if then[n] not in ("", now[n])]
@@ -143,63 +146,56 @@ class Replay:
     """Replays of one parameter; `factors` shares between parameters what marks say of κ."""
 
     def __init__(
-        self,
-        record: Record,
-        dtype: torch.dtype,
-        known: Classes,
-        factors: Factors | None = None,
-        jitter: int | None = None,
+        self, record: Record, dtype: torch.dtype, known: Classes, factors: Factors, jitter: int = 0
     ) -> None:
         self._memory, self._name, self._log = record.memory, record.known.name, record.log
         self._gradients = ExplainedGradients(self._memory, self._name, dtype, jitter)
         self._is_own = dtype == record.known.dtype
-        self._is_marked = self._is_own and jitter is None
-        was_scaled = (self._log.kappa[self._log.explained] != 1.0).any()
-        self._is_measured = ~record.is_kept & was_scaled
+        self._is_marked = self._is_own and not jitter
+        self._is_measured = ~record.is_kept & (self._log.kappa[self._log.explained] != 1.0).any()
         """At which steps κ is known as measured only: a gradient that was kept has it in it."""
-        self._dtype, self._known, self._factors = dtype, known, {} if factors is None else factors
+        self._dtype, self._known, self._factors = dtype, known, factors
 
     def run(
         self, start: int, steps: Sequence[int], begin: tuple[Tensor, State] | None = None
     ) -> Iterator[Replayed]:
         """Take some updates from a kept state on, or from the weights and state given."""
-        kept = self._memory.kept
+        kept, threads = self._memory.kept, torch.get_num_threads()
         begin = begin or (kept.weights(self._name, start), kept.state(self._name, start))
         one = OneParameter(*begin, self._known, self._dtype)
-        for step in steps:
-            if self._log.moved[step]:
-                with threads(phase_of(self._memory, step).threads if self._is_own else 0):
-                    taken = self._take(one, step, *self._gradients.total(step))
-                self._gradients.last = step, taken
-                yield Replayed(step, one.weights, one.state, self._is_marked)
+        for step in (step for step in steps if self._log.moved[step]):
+            then = phase_of(self._memory, step).threads
+            try:  # sums depend on it to the bit
+                torch.set_num_threads(then if self._is_own and 0 < then <= 4096 else threads)
+                one = self._taken(one, step)
+            finally:
+                torch.set_num_threads(threads)
+            yield Replayed(step, one.weights, one.state, self._is_marked)
 
-    def _take(self, one: OneParameter, step: int, total: Tensor, kappa: float) -> Tensor:
+    def _taken(self, one: OneParameter, step: int) -> OneParameter:
         """Take one update; of the numbers that κ may have been, that which the mark says."""
-        log, factors, held = self._log, iter([kappa]), total
+        log, gradients = self._log, self._gradients
         setting, fresh = self._memory.settings[log.setting[step]], bool(log.fresh[step])
-        if self._is_marked and self._is_measured[step]:
-            state = {name: converted(value, self._dtype) for name, value in one.state.items()}
-            before, factors = (one.weights.clone(), state), self._may_be(step, total, kappa)
-        for nth, factor in enumerate(factors):
+        (total, kappa), before = gradients.total(step), one
+        if is_searched := self._is_marked and self._is_measured[step]:
+            before = OneParameter(one.weights, one.state, self._known, self._dtype)
+        for nth, factor in enumerate(self._may_be(step, total, kappa) if is_searched else [kappa]):
             if nth:
-                one.put(*before)
-            held = self._gradients.times(total, factor)
+                one = OneParameter(before.weights, before.state, self._known, self._dtype)
+            gradients.last = step, gradients.times(total, factor)
             try:
-                one.step(setting, held.clone(), fresh=fresh)
+                one.step(setting, gradients.last[1].clone(), fresh=fresh)
             except Exception as error:  # whatever a class raises that is given other settings
                 said = f"{setting.path} cannot take step {step} again: {error!r:.200}"
                 raise QueryError(said) from error
-            if self._is_marked and self._is_as_marked(one, step):
+            if self._is_marked and (  # a mark of 0 is none
+                log.mark[step] in (0, mark_of([one.weights]))
+                and log.state_mark[step] in (0, mark_of(remembered(one.state)))
+            ):
                 self._factors[step, kappa] = factor
-                return held
+                return one
         self._is_marked = False  # it is not κ that is wrong
-        return held
-
-    def _is_as_marked(self, one: OneParameter, step: int) -> bool:
-        mark, of_state = int(self._log.mark[step]), int(self._log.state_mark[step])
-        if mark and mark != mark_of([one.weights]):
-            return False
-        return not of_state or of_state == mark_of(remembered(one.state))
+        return one
 
     def _may_be(self, step: int, total: Tensor, kappa: float) -> Iterator[float]:
         """List what κ may have been: what another parameter found, as measured or near it, near
@@ -207,15 +203,12 @@ class Replay:
         was taken for 1 when it was measured."""
         yield self._factors.get((step, kappa), kappa)
         yield from _beside(kappa, REACH)
-        if kappa == 1.0:
-            yield kappa
-            return
-        v, signs = self._gradients.v, self._gradients.signs
-        rows = total.double().reshape(len(signs), -1)
-        whole = float(signs @ (rows[:, 0] if v is None else rows @ v).numpy()) or TINY
-        # x·v may be small by chance where the gradient is not: its size says how far sums are off
-        terms = float(torch.linalg.vector_norm(rows)) / abs(whole)
-        yield from _beside(self._log.seen[step] / whole, int(min(MOST, REACH + REACH * terms)))
+        if kappa != 1.0:
+            v, signs = self._gradients.v, self._gradients.signs
+            whole = float(signs @ projected(total, v)[0]) or TINY
+            # x·v may be small by chance where the gradient is not: its size bounds its sums
+            terms = float(torch.linalg.vector_norm(total.double())) / abs(whole)
+            yield from _beside(self._log.seen[step] / whole, int(min(MOST, REACH + REACH * terms)))
         yield kappa
 
 
@@ -248,7 +241,8 @@ def at(
     way, dtype = record.stretch(step, kept, known), record.known.dtype
     why, weights = way.broken, memory.kept.weights(parameter, way.start)
     is_exact = dtype == torch.float32 and not why and not record.inexact(way)
-    for done in Replay(record, dtype, known, factors).run(way.start, () if why else way.steps):
+    replay = Replay(record, dtype, known, {} if factors is None else factors)
+    for done in replay.run(way.start, () if why else way.steps):
         weights = done.weights
         if is_exact and not done.is_as_marked:
             why = f"{ELSEWHERE} at step {done.step}"
@@ -272,14 +266,3 @@ def here() -> dict[str, Any]:
     """Say what the bits of a sum depend on: threads, machine and torch."""
     machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {"threads": torch.get_num_threads(), "machine": machine, "torch": torch.__version__}
-
-
-@contextmanager
-def threads(wanted: int) -> Iterator[None]:
-    """Compute with as many threads as training did: sums depend on it to the bit."""
-    now = torch.get_num_threads()
-    torch.set_num_threads(wanted if 0 < wanted <= 4096 else now)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(now)

@@ -1,8 +1,7 @@
 """The certificate as it is handed out: a verdict for every parameter, and the checks behind it.
 
 A certificate is only worth something if it can fail, so it hides no residual: each stands beside
-the bound that honest rounding keeps to, a share that patterns do not explain is named, and the
-first thing the printed form says is whether all is well.
+the bound that honest rounding keeps to, and a share that patterns do not explain is named.
 """
 
 from __future__ import annotations
@@ -12,17 +11,11 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-import numpy as np
-
-from dualform.certificate.bounds import TINY, Reals
 from dualform.errors import QueryError
 from dualform.table import Table
 
-BITS = "bit for bit"
-ROUNDED = "within rounding"
-LITTLE = "within rounding, certifies little"
-NOT = "not"
-KEPT = "not replayable: kept states only"
+BITS, ROUNDED, NOT = "bit for bit", "within rounding", "not"
+LITTLE, KEPT = "within rounding, certifies little", "not replayable: kept states only"
 
 ANOTHER = "of no recorded step"
 
@@ -44,15 +37,6 @@ class Check:
     residual: float
     bound: float
     step: int | None = None
-
-    @classmethod
-    def of_rows(
-        cls, parameter: str, kind: str, off: Reals, room: Reals, size: Reals, step: int
-    ) -> Check:
-        """Take the row that is farthest on its way to its bound; relative to the largest size."""
-        off, scale = np.abs(off), float(np.abs(size).max()) + TINY
-        found = int(np.argmax(np.where(np.isfinite(off), off / (room + TINY), inf)))
-        return cls(parameter, kind, float(off[found]) / scale, float(room[found]) / scale, step)
 
     @property
     def passed(self) -> bool:
@@ -102,6 +86,9 @@ class Verdict:
 class Verification:
     """Whether a memory explains a network: a verdict per parameter, residuals beside bounds.
 
+    `model`: the recorded step whose weights the model has, where that is not the last, or "of no
+    recorded step": then nothing is said of the model.
+
     Example:
         >>> certificate = dual.verify()                                    # doctest: +SKIP
         >>> certificate.passed, certificate.verdicts["fc1.weight"].verdict  # doctest: +SKIP
@@ -114,8 +101,6 @@ class Verification:
     hashes: Mapping[str, str]
     remarks: tuple[str, ...]
     model: int | str = ""
-    """The recorded step whose weights the model has, where that is not the last, or "of no recorded
-    step": then nothing is said of the model."""
 
     @property
     def passed(self) -> bool:
@@ -155,13 +140,8 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain values, fit for `json.dumps`."""
-        found: dict[str, Any] = {"passed": self.passed, "verdict": self.verdict}
-        found |= {
-            "steps": self.steps,
-            "model": self.model,
-            "remarks": [*self.remarks],
-            "hashes": {**self.hashes},
-        }
+        found = {n: getattr(self, n) for n in ("passed", "verdict", "steps", "model")}
+        found |= {"remarks": [*self.remarks], "hashes": {**self.hashes}}
         found["parameters"] = [{**vars(verdict)} for verdict in self.verdicts.values()]
         return {**found, "checks": [check.to_dict() for check in self.checks]}
 
@@ -171,16 +151,12 @@ class Verification:
         lines[0] += "; the model is another" * (self.model == ANOTHER)
         lines += [repr(self.table), *self.blame()]
         if isinstance(self.model, int):
-            lines.append(
-                f"  the model is the network as it was after {self.model} updates: ask "
-                f"at({self.model}) for that"
-            )
+            asked = f"{self.model} updates: ask at({self.model}) for that"
+            lines.append(f"  the model is the network as it was after {asked}")
         lines += [f"  {c.parameter}: {c}" for c in self.checks if c.kind == "outputs"]
-        reasons: dict[str, list[str]] = {}
-        for v in self.verdicts.values():
-            if v.why and v.passed:
-                reasons.setdefault(f"{v.verdict}: {v.why}", []).append(v.parameter)
-        lines += [f"  {', '.join(names)}: {why}" for why, names in reasons.items()]
+        found = [(f"{v.verdict}: {v.why}", n) for n, v in self.verdicts.items() if v.why]
+        for why in dict.fromkeys(why for why, name in found if self.verdicts[name].passed):
+            lines.append(f"  {', '.join(name for one, name in found if one == why)}: {why}")
         lines += [f"  remark: {remark}" for remark in self.remarks]
         lines += [f"  sha256 {name}: {value[:16]}…" for name, value in self.hashes.items()]
         return "\n".join(lines)
@@ -188,20 +164,17 @@ class Verification:
     def blame(self) -> list[str]:
         """What did not pass, in sentences."""
         failed = [v for v in self.verdicts.values() if not v.passed]
-        lines = [f"  {v.parameter}: {v.verdict}, {v.why}" for v in failed]
+        lines = [f"{v.parameter}: {v.verdict}, {v.why}" for v in failed]
         if self.model == ANOTHER:
             lines.append(
-                "  the model has weights of no recorded step, so only its architecture was used; "
+                "the model has weights of no recorded step, so only its architecture was used; "
                 "load the checkpoint of a recorded step to have it compared"
             )
-        lines += [
-            f"  {c.parameter}, {KINDS[c.kind]}: residual {c.residual:.2g} is more than the "
-            f"{c.bound:.2g} of rounding{'' if c.step is None else f', worst at step {c.step}'}"
-            for c in self.failures
-        ]
+        for c in self.failures:
+            where = "" if c.step is None else f", worst at step {c.step}"
+            off = f"residual {c.residual:.2g} is more than the {c.bound:.2g} of rounding{where}"
+            lines.append(f"{c.parameter}, {KINDS[c.kind]}: {off}")
         if self.failures and not failed:
-            lines.append(
-                "  the memory agrees with itself: is this the model as it was after "
-                f"{self.steps:,} recorded updates?"
-            )
-        return lines
+            asked = f"is this the model as it was after {self.steps:,} recorded updates?"
+            lines.append(f"the memory agrees with itself: {asked}")
+        return [f"  {line}" for line in lines]

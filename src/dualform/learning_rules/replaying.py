@@ -102,16 +102,6 @@ class OneParameter:
         self._optimizer.step()
         self._state = self._optimizer.state[self._parameter]
 
-    def put(self, weights: Tensor, state: Mapping[str, Any]) -> None:
-        """Go back to (or on to) these weights and this state, copied."""
-        self._parameter.data.copy_(weights)
-        dtype = self._parameter.dtype
-        self._state = {name: converted(value, dtype) for name, value in state.items()}
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
-            if self._state:
-                self._optimizer.state[self._parameter] = self._state
-
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
     """Copy what an optimizer remembers into another precision; counters keep their own."""

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualform.certificate.bounds import ROUNDING, Along, Motion, walk
+from dualform.certificate.bounds import ROUNDING, Along, Motion, projected, walk
 from dualform.certificate.marks import nature_of
-from dualform.certificate.walking import projected
 from dualform.learning_rules import Setting, rule_of
 from dualform.learning_rules.sgd import linear_factors
 from dualform.memory.content import Kept
