@@ -179,7 +179,7 @@ class Keeper:
 
         `but`: parameters that are not as their last update left them.
         """
-        chosen = [w for w in self._watch if self._trained[w.index]]
+        chosen = [w for w in self._watch if self._trained[w.index] or w.name in self.lost]
         is_as_left = but is None or not but.any()
         if but is not None:
             chosen = [w for w in chosen if not but[w.index]]
