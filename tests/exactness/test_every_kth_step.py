@@ -71,7 +71,7 @@ def test_gradients_that_do_not_keep_to_a_step_raise_no_alarm(
             if is_reset or step % period == period - 1:
                 two.zero_grad()
     memory = Memory.open(tmp_path / "run")
-    assert set(memory.layer("0").patterns["step"].tolist()) <= set(range(0, STEPS, every))
+    assert set(memory.layer("0").patterns["step"].tolist()) <= set(range(0, memory.steps, every))
     found = verified(memory, model)
     assert found.passed, found
     assert found.verdict == KEPT

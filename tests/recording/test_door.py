@@ -608,6 +608,19 @@ def test_a_base_that_is_trained_later_is_kept_from_then_on(edited: bool, tmp_pat
         assert torch.equal(found, states[step]["base.weight"])
 
 
+def test_a_base_that_is_not_trained_but_edited_twice_ends_as_it_is(tmp_path: Path) -> None:
+    model = Adapted()
+    optimizer = SGD((p for p in model.parameters() if p.requires_grad), lr=0.05, momentum=0.9)
+    with record(model, tmp_path / "run"):
+        for step in range(STEPS):
+            update(model, optimizer, step)
+            if step in (3, 6):
+                model.base.weight.data.mul_(1.5)
+    dual, x = dualform.DualForm(model, tmp_path / "run"), batch(99)[0]
+    assert dual.verify(every_step=True).passed
+    assert torch.equal(dual(x), model(x))
+
+
 def test_a_run_with_a_base_that_is_not_trained_is_gone_on_with(tmp_path: Path) -> None:
     model = Adapted()
     optimizer = SGD((p for p in model.parameters() if p.requires_grad), lr=0.05, momentum=0.9)

@@ -74,9 +74,8 @@ class Keeper:
         self.is_edited = False
         """Whether anything but updates changed the state since the last fingerprint."""
         self._bytes, self._small_bytes = 0, 0
-        self._found: set[str] = set()
-        self.lost: set[str] = set()
-        """What was changed when there was no room to keep it: no patterns lead on from there."""
+        self._found: dict[str, bool] = {}
+        """Where something was found, and whether it was kept as it was then."""
         self.frozen: dict[int, str] = {}
         """Digests of parameters that no optimizer has moved, by index."""
         self._history: History = []
@@ -92,7 +91,7 @@ class Keeper:
         return self._keep(step, self._copies(watched, only))
 
     def _keep(self, step: int, copies: Copies) -> int:
-        self.lost -= {w.name for w, _ in copies}
+        self._found |= {w.name: True for w, _ in copies if w.name in self._found}
         own = ((w.name, *item) for w, found in copies for item in found.items())
         return sum(self._put(what, name, step, value) for name, what, value in own)
 
@@ -148,10 +147,15 @@ class Keeper:
     def found(self, watched: list[Watched], step: int) -> None:
         """Keep parameters where something was found; if it recurs, only within the share."""
         if any(w.name not in self._found for w in watched) or self._has_room(watched):
-            self._found |= {w.name for w in watched}
+            self._found |= {w.name: True for w in watched}
             self._bytes += self.keep(step, watched)
         else:
-            self.lost |= {w.name for w in watched}
+            self._found |= {w.name: False for w in watched}
+
+    @property
+    def lost(self) -> set[str]:
+        """What was changed when there was no room to keep it: no patterns lead on from there."""
+        return {name for name, is_kept in self._found.items() if not is_kept}
 
     def _has_room(self, watched: Iterable[Watched]) -> bool:
         size = sum(w.tensor.nbytes * 2 for w in watched)
@@ -188,7 +192,8 @@ class Keeper:
 
         `but`: parameters that are not as their last update left them.
         """
-        chosen = [w for w in self._watch if self.states.owner[w.index] is not None]
+        owner, lost = self.states.owner, self.lost
+        chosen = [w for w in self._watch if owner[w.index] is not None or w.name in lost]
         is_as_left = but is None or not but.any()
         if but is not None:
             chosen = [w for w in chosen if not but[w.index]]
@@ -241,7 +246,7 @@ class Keeper:
             self._findings.stop_later(why)
             self._findings.event(step, "edited", why, [w.name])
             if w.name not in self._found:
-                self._found.add(w.name)
+                self._found[w.name] = True
                 self._keep(step, [(w, own)])
 
     def _along(self, copies: Copies, others: Along | None = None) -> Along:

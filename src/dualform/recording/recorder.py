@@ -42,13 +42,14 @@ from dualform.memory.writing import MemoryWriter, environment
 from dualform.recording.findings import Findings
 from dualform.recording.interrupts import Interrupts
 from dualform.recording.kept import Keeper
+from dualform.recording.optimizers import closure_of
 from dualform.recording.passes import Passes
 from dualform.recording.resuming import phase, reopened
 from dualform.recording.sink import Sink
 from dualform.recording.states import States
 from dualform.recording.tags import Tags
 from dualform.recording.trial import ByHand
-from dualform.recording.updates import ANCHOR, Updates, closure_of
+from dualform.recording.updates import ANCHOR, Updates
 from dualform.recording.watched import Flags, Line, Watch, is_empty
 from dualform.recording.worker import Worker
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
@@ -31,6 +30,7 @@ from dualform.learning_rules import SeenSettings, Setting
 from dualform.recording.findings import Findings
 from dualform.recording.gradients import Comparison, explain
 from dualform.recording.kept import Keeper
+from dualform.recording.optimizers import closure_of, skips, unscaled
 from dualform.recording.passes import Passes
 from dualform.recording.trial import Trial
 from dualform.recording.watched import KEYS_ALONE, Flags, Line, Watch, Watched, listed
@@ -494,20 +494,3 @@ class Updates:
                 )
         if watch.unsaid:
             self.findings.say_values(watch)
-
-
-def closure_of(args: Any, kwargs: Any) -> Any:
-    """The closure that a hook before an optimizer's step sees, if it is given one."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
-
-
-def skips(optimizer: Any) -> bool:
-    """Whether a fused optimizer was told by a GradScaler to leave everything as it is."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, Tensor) and bool(found.item())
-
-
-def unscaled(optimizer: Any) -> float:
-    """By how much a fused optimizer multiplies gradients itself: a GradScaler leaves it to it."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 / float(scale) if isinstance(scale, Tensor) else 1.0
