@@ -698,3 +698,46 @@ def test_tags_are_asked_for_inside_a_closure_too(tmp_path: Path) -> None:
             optimizer.step(closure)  # type: ignore[arg-type]
     layer = proved(tmp_path / "run", model).layer("0")
     assert layer.patterns["first"].tolist() == layer.keys[:, 0].tolist()
+
+
+def test_what_is_fed_past_the_models_own_call_must_be_tagged(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    tags = lambda input_ids, labels, **_: {"label": labels}  # noqa: E731
+    with (
+        pytest.raises(RecordingError, match="that was not tagged, though earlier batches were"),
+        record(model, tmp_path / "run", tags=tags),
+    ):
+        model(**fed(0))["loss"].backward()
+        optimizer.step()
+        model.head(torch.randn(3, 8)).sum().backward()
+
+
+def test_what_goes_wrong_while_rows_are_copied_is_said_to_be_the_recorders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dualform.recording.regions import Region
+
+    def full(*_: Any) -> Tensor:
+        raise RuntimeError("no memory for that")
+
+    model = plain()
+    with (
+        pytest.raises(RecordingError, match=r"could not be recorded: RuntimeError\('no memory"),
+        record(model, tmp_path / "run"),
+    ):
+        monkeypatch.setattr(Region, "append", full)
+        backward(model, 0)
+    monkeypatch.undo()
+
+
+def test_gradients_of_the_time_before_do_not_stop_updates_by_hand(tmp_path: Path) -> None:
+    model = plain()
+    backward(model, 0)
+    with record(model, tmp_path / "run") as recorder:
+        for step in range(3):
+            backward(model, step)
+            with recorder.update():
+                by_hand(model)
+            model.zero_grad()
+    assert proved(tmp_path / "run", model, verdict=KEPT).steps == 3

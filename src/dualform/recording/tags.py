@@ -176,7 +176,7 @@ class Tags:
         if self._function is None:
             return self._now, self.moves, self._calls
         under_way = self._open.get(threading.get_ident(), [])
-        return next(reversed(under_way), None), self.moves, self._calls
+        return next(reversed(under_way), self._now), self.moves, self._calls
 
     def moved(self) -> None:
         """An optimizer has moved: no tag outlives that, nor one of a call that raised."""
@@ -211,6 +211,7 @@ class Tags:
             if module is model and own and torch.is_grad_enabled():
                 columns, self._is_asked = asked(function, args, kwargs), True
                 own.pop().columns.update(self._made(columns))
+                self._now = Tag({}, -1)  # what is fed past the model's own call has none
 
         before = torch_module.register_module_forward_pre_hook(called)
         return [before, torch_module.register_module_forward_hook(returned, with_kwargs=True)]

@@ -257,10 +257,10 @@ class Updates:
             self.watch.project(among)
         if (scale := unscaled(optimizer)) != 1.0:
             self._now.scales |= dict.fromkeys(indices, scale)
+        self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
         self._explain(among, scale)
         by_examples = [w for w in moving if w.by_examples and line.explained[w.index]]
         self.keeper.keep_gradients(self.step, by_examples, scale)
-        self._trial.begin(optimizer, moving, [self.settings.settings[i] for i in places])
         running.moving = moving  # unless the audit stopped the update
 
     def _read(self, optimizer: Optimizer) -> tuple[list[Watched], list[int], list[bool]]:

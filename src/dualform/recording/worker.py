@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualform.errors import DualFormError, RecordingError
+
 Job = Callable[..., Any]
 
 
@@ -50,7 +52,12 @@ class Worker:
             self._is_busy = False
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
-            raise trouble
+            if isinstance(trouble, DualFormError) or not isinstance(trouble, Exception):
+                raise trouble
+            raise RecordingError(
+                f"what a backward pass brought could not be recorded: {trouble!r}. Training itself "
+                "is not at fault; keep that layer as values (keep=), and please report this"
+            ) from trouble
 
     def close(self) -> KeyboardInterrupt | None:
         """Let the thread do its jobs and end, whatever Ctrl-C says; return the interrupt that came.
