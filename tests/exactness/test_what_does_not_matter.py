@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -205,6 +205,23 @@ rules = st.fixed_dictionaries(
 ).filter(lambda rule: not rule["nesterov"] or (rule["momentum"] > 0 and rule["dampening"] == 0))
 
 
+@example(  # one row, whose sum along v is small by chance
+    rule={
+        "lr": 0.25,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "foreach": False,
+    },
+    widths=(4, 1),
+    steps=1,
+    batch=2,
+    bias=False,
+    clip=0.01,
+    flushed=0,
+)
 @given(
     rule=rules,
     widths=st.lists(st.integers(1, 6), min_size=2, max_size=4).map(tuple),

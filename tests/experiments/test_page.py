@@ -38,7 +38,7 @@ def test_every_claim_of_the_page_holds_and_is_on_it(measured: Measured) -> None:
 def test_the_readme_says_what_was_measured(measured: Measured) -> None:
     readme = " ".join((page.PAGE.parents[1] / "README.md").read_text(encoding="utf-8").split())
     back = mean(measured.continual["second task masked"]["mnist"])
-    assert f"MNIST is back at {charts.printed(back, 0)} %" in readme
+    assert f"MNIST returns to {charts.printed(back, 0)} %" in readme
     one = measured.first(page.CONTINUAL)["examples"]["continual-one"]
     assert claims.order(one, "layer0")[0] == ("mnist", 1)
     assert claims.order(one, "layer2")[0] == ("fashion", 3)

@@ -88,7 +88,9 @@ def explain(watch: Watch, moving: Flags) -> Comparison:
         among = found.is_explained & watch.resolved  # not keys alone
         for i in np.flatnonzero(among & (watch.rows == 1) & ~watch.carried):
             if kappa[i] != 1.0 and watch.parameters[i].v is not None:
-                found.is_explained[i] = _is_multiple(watch.parameters[i], kappa[i], room[i])
+                factor = _factor_of_row(watch.parameters[i], kappa[i], room[i])
+                found.is_explained[i] = factor is not None
+                kappa[i] = kappa[i] if factor is None else settled(factor, 0.0, watch.u[i])
     if (here & watch.narrow).any():
         _sharpen(watch, kappa, found.is_explained & watch.resolved)
     return found
@@ -137,12 +139,18 @@ def settled(kappa: float, wrong: float, u: float) -> float:
     return float(kappa) if u < SINGLE else float(np.float32(kappa))
 
 
-def _is_multiple(w: Watched, kappa: float, room: float) -> bool:
-    """Whether a gradient is κ times what patterns sum to: of one row, along v any edit is a κ."""
-    gradient = w.tensor.grad
-    assert gradient is not None
-    off = gradient.double() - kappa * pending_gradient(w).double()
-    return bool(off.norm() <= abs(kappa) * room * off.numel() ** 0.5)
+def _factor_of_row(w: Watched, kappa: float, room: float) -> float | None:
+    """The factor by which a gradient of one row is what patterns sum to, None if by none: along v
+    any edit is a κ. Where the sum along v is small by chance, all entries know κ better.
+    """
+    assert w.tensor.grad is not None
+    gradient, total = w.tensor.grad.double(), pending_gradient(w).double()
+    whole = float((gradient * total).sum() / total.square().sum().clamp(min=1e-300))
+    for factor in (kappa, whole):
+        off = gradient - factor * total
+        if off.norm() <= abs(factor) * room * off.numel() ** 0.5:
+            return factor
+    return None
 
 
 def _sharpen(watch: Watch, kappa: Reals, among: Flags) -> None:
