@@ -71,7 +71,7 @@ class DualForm:
         self.model = model
         if model is not None:
             asking.check_architecture(model, self.memory)
-            memory.kept.lend(dict(model.named_parameters()))
+            memory.kept.use_model(dict(model.named_parameters()))
         self._handed, self._known = optimizer, classes(optimizer)
         self._view = View(self.memory, self.memory.steps, self._known)
 

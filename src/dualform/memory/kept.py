@@ -41,7 +41,7 @@ class Kept:
         self._opened, known = opened, opened.description
         self._described: dict[str, Any] = {**known.parameters, **known.buffers}
         self._known: dict[tuple[str, str], dict[int, Segment]] = {}
-        self._lent: Mapping[str, Tensor] = {}
+        self._of_users: Mapping[str, Tensor] = {}
         self._checked: dict[str, str] = {}
 
     def steps(self, parameter: str) -> tuple[int, ...]:
@@ -54,9 +54,9 @@ class Kept:
         is_kept = self._where("weights", parameter) or not self._where(DIGEST, parameter)
         return None if is_kept else str(self._plain(DIGEST, parameter, 0))
 
-    def lend(self, named: Mapping[str, Tensor]) -> None:
-        """Hand over the parameters of a model, for those of which a digest alone is kept."""
-        self._lent, self._checked = named, {}
+    def use_model(self, named: Mapping[str, Tensor]) -> None:
+        """Take the parameters of a model where a digest alone is kept."""
+        self._of_users, self._checked = named, {}
 
     def is_kept_as(self, parameter: str, step: int, tensor: Tensor) -> bool:
         """Whether a tensor has the very bits that were kept of a parameter at a step."""
@@ -116,16 +116,16 @@ class Kept:
 
     def _of_model(self, parameter: str, digest: str) -> Tensor:
         """A parameter that was never trained, of the model that was handed over."""
-        lent = self._lent.get(parameter)
-        if lent is not None and parameter not in self._checked:
-            self._checked[parameter] = digest_of(lent)
-        if lent is None or self._checked[parameter] != digest:
-            lacks = "hand over a model that has it" if lent is None else "the model's is another"
+        given = self._of_users.get(parameter)
+        if given is not None and parameter not in self._checked:
+            self._checked[parameter] = digest_of(given)
+        if given is None or self._checked[parameter] != digest:
+            lacks = "hand over a model that has it" if given is None else "the model's is another"
             raise QueryError(
                 f"{parameter!r} was not trained, so of its weights a digest alone is kept, and "
                 f"{lacks}: expected DualForm(model, memory) with the weights it had in training"
             )
-        return lent.detach().cpu()
+        return given.detach().cpu()
 
     def _plain(self, what: str, name: str, step: int) -> Any:
         *_, (_, value) = self._segment(what, name, step).kept(what, name, step)
