@@ -14,6 +14,12 @@
                                                                             recurring inputs, crc,
                                                                             write, fsync, line
 
+Read first: `entry.py` (what users ask for), `recorder.py` (begin and end), `passes.py` (what a
+backward pass brings), `updates.py` (what an optimizer's step does). They use `watched.py` (every
+parameter and layer), `gradients.py` (does it add up, by which factor), `states.py` (what moves each
+parameter; marks), `kept.py` (states and digests beside patterns), `tags.py`, `sink.py` (to disk) and
+`resuming.py`.
+
 What holds everywhere in this room:
 
 1. Rows have one owner at a time: training until the pass ends, the worker until it is waited for,

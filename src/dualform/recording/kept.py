@@ -4,6 +4,7 @@
                     something was found, and in between as at most 1/16 of the bytes recorded
     small values    parameters without patterns of up to 4,096 entries, and buffers, after every
                     update, as long as this stays within a tenth of the bytes recorded
+    digests         SHA-256 of large parameters that are not trained, in place of a snapshot
     fingerprints    W v and m v every 64 steps: the worker takes them from copies of the state, and
                     asks of linear rules whether the weights are where the rule puts them
 

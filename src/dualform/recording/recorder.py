@@ -454,7 +454,7 @@ _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Commit what nobody closed: nothing is lost when Python ends."""
+    """Commit every recording that was not closed: nothing is lost when Python ends."""
     for recorder in list(_recording):
         with suppress(Exception):
             recorder.close()

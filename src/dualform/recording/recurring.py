@@ -10,7 +10,7 @@ the same image under another example id is the same. Rows are told apart by two 
 with a probability below 2⁻⁶⁶, and rows that differ in more than the top bit of one word are told
 apart far more surely. No row is kept in RAM, only some 140 bytes.
 
-Why it is hard: nobody says how many rows there will be, or that any will come again. The index
+Why it is hard: it is not known how many rows there will be, or that any will come again. The index
 grows by what is new alone; beyond `MOST` rows it is given up, and later rows are stored as they
 come.
 """
