@@ -17,8 +17,8 @@
 Read first: `entry.py` (what users ask for), `recorder.py` (begin and end), `passes.py` (what a
 backward pass brings), `updates.py` (what an optimizer's step does). They use `watched.py` (every
 parameter and layer), `gradients.py` (does it add up, by which factor), `states.py` (what moves each
-parameter; marks), `kept.py` (states and digests beside patterns), `tags.py`, `sink.py` (to disk) and
-`resuming.py`.
+parameter; marks), `kept.py` (states and digests beside patterns), `tags.py`, `sink.py` (to disk)
+and `resuming.py`.
 
 What holds everywhere in this room:
 

@@ -71,7 +71,7 @@ class States:
 
     def _numbered(self, weights: Words) -> Numbers:
         states = self._states.numbers(self._states.sampled())
-        if self._begun is not None:  # what none has moved since is as a resumed memory says
+        if self._begun is not None:  # of what is not moved yet, as a resumed memory says
             states = np.where([o is None for o in self.owner], self._begun[1], states)
         return np.stack([self._weights.numbers(weights), states])
 
